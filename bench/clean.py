@@ -1,4 +1,4 @@
-"""Quiet when right: proves many generated cases of a subject that is right, and lists every verdict that says else.
+"""Quiet when right: proves many generated cases of a subject that is right, and lists every verdict that is no pass.
 
     python -m bench.clean --cases 10000 --part 1/2 --out DIR
     python -m bench.clean --foreign 500
@@ -6,11 +6,13 @@
 Every check is made on every case, and cases use every word of the case language
 (`suites.drawing.strategies.every_word`). Every fifth case is at a size that users train (`large`). An alarm is a
 verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision is no alarm
-and is counted beside them. A case whose dense model diverges cannot be judged and is counted apart. Cases are drawn by
-hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that the processes on a
-machine share the work. With `--foreign` the cases are those of all subjects in `bench.foreign`, in turn: a process sees
-many kinds of programs. `clean-*.csv` has one row, written anew after every case, `alarms-*.jsonl` one line for every
-verdict that did not pass. Times are seconds, `resident_mib` is the memory held at the end.
+and is counted separately. So is a case whose dense model diverges, since it cannot be judged.
+
+Cases are drawn by hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that
+the processes on a machine share the work. With `--foreign` the cases are those of all subjects in `bench.foreign`, in
+turn, so that one process runs many kinds of programs. `clean-*.csv` has one row, written again after every case;
+`alarms-*.jsonl` has a line for every verdict that did not pass. Times are seconds; `resident_mib` is the memory held at
+the end.
 """
 
 import argparse
@@ -46,7 +48,7 @@ from shardproof.suites.session.request import chosen_modes
 
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5
-"""Cases of which one is at a size that users train."""
+"""One case in this many has a size that users train."""
 UNJUDGED = "unjudged"
 """The verdict of a case whose dense model diverges."""
 
@@ -101,7 +103,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """Counts of a part. `refused` cases are not taken by the subject, `unjudged` are of a dense model that diverges.
+    """The counts of a part. The subject refused the cases `refused`; of the cases `unjudged` the dense model diverges.
 
     `undecided` counts verdicts.
     """
@@ -117,7 +119,7 @@ class Campaign:
 
 
 def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
-    """After every case: the part so far, and what did not pass of that case."""
+    """Called after every case: the part so far, and which verdicts of the case did not pass."""
     start_s = time.perf_counter()
     refused = unjudged = alarms = undecided = 0
     with InprocEngine() as engine:
@@ -142,8 +144,8 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
 
 
 def cases_of(mode: str, share: int, part: Part) -> list[Case]:
-    """Cases of this mode, `share` of them, the same for the same part; those at sizes of users last."""
-    many = (share + part.number % LARGE) // LARGE  # of all parts together one in LARGE
+    """`share` cases of this mode, the same ones for the same part; those at sizes of users come last."""
+    many = (share + part.number % LARGE) // LARGE  # over all parts together, one case in LARGE
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}
     fixed |= {"needs": part.needs} if part.needs else {}
@@ -186,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write_part(part: Part, out: Path) -> Campaign:
-    """The part, run; its row and its alarms are on disk after every case."""
+    """Run the part; its row and its alarms are on disk after every case."""
     out.mkdir(parents=True, exist_ok=True)
     kind = ["foreign"] if part.foreign else []
     stem = "-".join([*kind, part.dtype, *part.needs, f"{part.number}-of-{part.parts}"])
@@ -243,6 +245,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is loaded now stays: collections between cases need not look through it
+    gc.freeze()  # what is loaded by now stays, so garbage collection need not look through it
     gc.set_threshold(*COLLECTED_AFTER)
     sys.exit(main())

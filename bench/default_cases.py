@@ -58,7 +58,7 @@ def _read_of_a_case(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def _words(name: str) -> frozenset[str]:
-    """The words that a property of a case is found from; of a word itself, and of no property none."""
+    """The words from which a property of a case is found. A word is found from itself; other names have none."""
     found = inspect.getattr_static(Case, name, None)
     if name in WORDS or not isinstance(found, property) or not found.fget:
         return frozenset({name} & WORDS.keys())
@@ -69,29 +69,29 @@ def _words(name: str) -> frozenset[str]:
 
 
 Matrix = NDArray[np.bool_]
-"""Of two levels each: whether a case holds both, or whether that is wanted."""
+"""For every two levels: whether a case holds both, or whether that is wanted."""
 _NEAR, _TAKEN_OUT, _STARTS, _TRIED, _HOLDING = 80, 7, 4, 14, 4
 """Cases near which a pair is looked for, cases found anew at a time, cases to start from, changes of each, and cases of
 a value in which it is looked for what the value needs.
 """
 _TRIPLES_A_SECOND, _CHANGES = 200, 2000
-"""Triples that a second of a case must hold, and changes for triples that are tried at a time."""
+"""The triples that a second of a case's time must add, and how many changes are tried for triples at a time."""
 _AXES = tuple(Case().mesh)
 """The words that are sizes of a mesh of ranks."""
 STATES = frozenset(
     {"zero", "prefetch", "early_stop", "recompute", "scaler", "no_sync", "grad_dtype", "parity", "bias_rate"}
     | {"dropout", "attention_dropout", "random"}
 )
-"""Words of what is kept from micro-batch to micro-batch, or from step to step."""
+"""Words of what a feature keeps from micro-batch to micro-batch, or from step to step."""
 _CHANGED = ("steps", "micro", "layers", *_AXES, "dtype", "zero", "recompute", "dropout", "attention_dropout", "experts")
 _LENGTHS = {"steps": (1, 2, 3, 4), "layers": (1, 2, 4), "micro": (1, 2, 3)}
 _FREE = ("seq", "ffn", "vocab", "lr")
 _OF_BFLOAT16 = 10.0
-"""Learning rate where parameters are stored in bfloat16, which loses a small step."""
+"""The learning rate if parameters are stored in bfloat16, which loses a small step."""
 
 
 def cost(words: Words) -> float:
-    """Seconds of a processor for a case, as measured (least squares over a default run and the cases of a search)."""
+    """Processor seconds of a case, as measured (least squares over a default run and the cases of a search)."""
     ranks, steps, micro = math.prod(words[axis] for axis in _AXES), words["steps"], words["micro"]
     layers = words["layers"] + words["prediction_depth"]
     experts, recomputes = bool(words["experts"]), words["recompute"] != "none"
@@ -109,16 +109,16 @@ def cost(words: Words) -> float:
 
 
 def is_long(words: Words) -> bool:
-    """Whether what a step leaves behind meets another one, in the same layer and behind it."""
+    """Whether a case has several layers, and steps that meet what an earlier step left behind."""
     return bool(words["layers"] > 1 and words["steps"] > max(1, words["parity"]))
 
 
 def needed_with(words: Words, word: str) -> Words:
-    """The words of a legal case that cannot be plain, one after the other, while this word is as it is."""
+    """The words of a legal case that cannot become plain, one after the other, while this word stays as it is."""
     plain, needed, before = words_of(Case()), dict(words), dict[str, Any]()
-    while needed != before:  # what another word kept may become plain once that one is
+    while needed != before:  # a word that another one needs may become plain after it
         before = dict(needed)
-        for other in sorted(plain, key=lambda each: each in _LENGTHS):  # what lengths are for goes first
+        for other in sorted(plain, key=lambda each: each in _LENGTHS):  # the sizes of other words go first
             if other != word and needed[other] != plain[other]:
                 less = {**needed, other: plain[other]}
                 needed = needed if problem_of(less) else less
@@ -126,7 +126,9 @@ def needed_with(words: Words, word: str) -> Words:
 
 
 def join_needs(fixed: Words, known: Sequence[Words]) -> Words | None:
-    """The values of `fixed` with all words that each needs in a known case, None where these contradict each other."""
+    """The values of `fixed`, with all words that each of them needs in a known case; None if these contradict each
+    other.
+    """
     joined: Words = {}
     plain = words_of(Case())
     for word, value in fixed.items():
@@ -183,7 +185,7 @@ class Pairs:
         self.triples = self._triples()
 
     def _triples(self) -> NDArray[np.int32]:
-        """Every three levels, by number, of words that are read together, or of two of them and a long case."""
+        """All triples of levels, by number, whose words are read together, or of two such words and a long case."""
         found: set[tuple[int, ...]] = set()
         for words in words_read_together():
             of_word = [[self._number[word, value] for value in self.domains.get(word, ())] for word in sorted(words)]
@@ -215,7 +217,7 @@ class Pairs:
         return vector[:, None] & vector & self.kinds
 
     def words(self, *numbers: int) -> Words:
-        """The words of a case that holds these levels."""
+        """The words of a case with these levels."""
         found: Words = {}
         for word, value in (self.levels[number] for number in numbers):
             if word == "long" or " " in word:
@@ -226,7 +228,7 @@ class Pairs:
 
 
 class Search:
-    """Finds cases for pairs that `kept` do not hold; `known` are cases from which it starts."""
+    """Finds cases for pairs that `kept` do not hold; it starts from the cases `known`."""
 
     def __init__(self, kept: Sequence[Words], known: Sequence[Words], seed: int) -> None:
         self.pairs, self.known, self.random = Pairs(), list(known), random.Random(seed)
@@ -237,7 +239,7 @@ class Search:
             if not self.wanted[one, other] and (found := self._near(fixed) or self._join_pair(fixed)):
                 self.known.append(found)
                 self.wanted |= self.pairs.pairs_of(found)
-        for place, (word, mode) in enumerate(self.pairs.levels):  # a mode that splits something is that mode
+        for place, (word, mode) in enumerate(self.pairs.levels):  # a mode that splits something is a mode too
             if word == "split":
                 whole = self.pairs.levels.index(("mode", mode))
                 self.wanted[whole] &= ~self.wanted[place]
@@ -251,7 +253,7 @@ class Search:
         return found
 
     def propose_case(self, words: Words, fixed: Words) -> Words | None:
-        """The case with these words that the rules propose, None without one."""
+        """The case with these words and what the rules propose; None if they propose none."""
         found = repair_words(words, fixed, self.values, _problem)
         if not found:
             return None
@@ -271,12 +273,12 @@ class Search:
         return next(filter(None, (self.propose_case(words, fixed) for words in starts)), None)
 
     def worth(self, words: Words, missing: NDArray[np.float32]) -> float:
-        """How many missing pairs a case holds for what it costs."""
+        """How many missing pairs a case holds for its cost."""
         vector = self.pairs.vector(words)
         return float(vector @ (missing @ vector)) / cost(words)
 
     def climb_words(self, words: Words, missing: NDArray[np.float32]) -> tuple[float, Words]:
-        """The case with single words changed, as long as that is worth more; and its worth."""
+        """The case with single words changed, as long as its worth grows; and its worth."""
         worth, better = self.worth(words, missing), True
         while better:
             gains = missing @ self.pairs.vector(words)
@@ -324,7 +326,7 @@ class Search:
         return times
 
     def without_idle(self, cases: list[Words]) -> list[Words]:
-        """The cases without those of which others hold all that is wanted, the dearest left out first."""
+        """The cases without those whose wanted pairs other cases hold; the most expensive ones go first."""
         times = self._times(cases)
         for words in sorted(cases, key=cost, reverse=True):
             its_pairs = self.pairs.pairs_of(words)
@@ -334,7 +336,7 @@ class Search:
         return cases
 
     def plainer(self, cases: Sequence[Words]) -> list[Words]:
-        """The cases with single words changed to what costs less, where other cases hold the pairs that go with it."""
+        """The cases with single words changed to cheaper values, if other cases hold the pairs that are lost."""
         cases, times = list(cases), self._times(cases)
         for place in sorted(range(len(cases)), key=lambda place: cost(cases[place]), reverse=True):
             for word, value in [(one, value) for one in _CHANGED for value in self.values[one]]:
@@ -369,7 +371,7 @@ class Search:
             if number % 2:
                 changed = self.random.sample(sorted(self.values), self.random.randint(1, 2))
                 fixed = {word: self.random.choice(self.values[word]) for word in changed}
-            else:  # a triple that no case holds, of which this one holds two
+            else:  # triples that no case holds, of which this one holds two levels
                 levels = self.pairs.vector(words)[self.pairs.triples].sum(1)
                 near = np.flatnonzero((count == 0) & (levels == 2))
                 fixed = self.pairs.words(*self.pairs.triples[self.random.choice(near)]) if near.size else {}
@@ -396,7 +398,7 @@ def main() -> int:
     asked = parser.parse_args()
     half_s = time.monotonic() + asked.seconds / 2
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
-    known = [{**words, "save": "", "load": ""} for words in (*before, *kept)]  # checkpoints belong to recipes alone
+    known = [{**words, "save": "", "load": ""} for words in (*before, *kept)]  # only the recipes use checkpoints
     search = Search(kept, [words for words in known if not _problem(words)], asked.seed)
     cases = search.plainer(search.complete_pairs([words for words in before if not _problem(words)]))
     by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]

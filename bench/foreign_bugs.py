@@ -113,11 +113,13 @@ def _in_turn(lists: Sequence[Sequence[PlainCase]]) -> Iterator[PlainCase]:
 FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "without effect", "alarm without it"
 MOVED = ("param", "param_after")
 FACTOR = CONTROL_FACTOR
-"""How many times the effect of rounding in one right run a right result may be off: as beside control runs."""
+"""A right result may be off by this many times the effect of rounding in one right run, as it may
+beside control runs.
+"""
 MORE = 3
-"""Further right runs where a change is larger than one run explains."""
+"""The number of further right runs if one run does not explain a change."""
 BOTH = 2.0
-"""Units that a change may have without a flaw: the right run and the wrong one may each be off by what is allowed."""
+"""A change of this many units is no flaw: the right run and the wrong one may each be off by what is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Change):
-    """An edit, its verdict, and the tensor that it changes most. `check` found it; "" where none did."""
+    """An edit, its verdict, and the tensor that it changes most. `check` is the check that found it, "" if none did."""
 
     subject: str
     case: str
@@ -201,7 +203,8 @@ def _moved_run(drawn: Drawn, engine: InprocEngine, seed: int, timeout_s: float) 
     dtypes = (drawn.case.dtype, *narrower(drawn.case.dtype))
     moved = Planted(drawn.subject, moves={getattr(torch, dtype): epsilon(dtype) for dtype in dtypes}, seed=seed)
     merged = merge_outcomes(execute(drawn.case, moved, engine, record=False, timeout_s=timeout_s).outcomes)
-    replicas = {flaw.name: flaw.value for flaw in merged.flaws if flaw.value is not None}  # each moved by itself
+    # Replicas differ here, because each rank's numbers are moved by themselves.
+    replicas = {flaw.name: flaw.value for flaw in merged.flaws if flaw.value is not None}
     return {**replicas, **merged.tensors}
 
 
@@ -261,7 +264,7 @@ def change(
 
 
 def units_of(dtype: torch.dtype) -> Mapping[str, float]:
-    """The floors of each measure in this dtype, the share of itself by which an element may be off, half an epsilon."""
+    """For this dtype: the floors of each measure, the relative error that an element may have, half an epsilon."""
     if dtype in (torch.float64, torch.complex128):
         return {"frobenius": FLOAT64_ALLOWED, "peak": FLOAT64_ALLOWED, "own": 0.0, "half": 0.0}
     epsilon = torch.finfo(dtype).eps
@@ -273,7 +276,7 @@ def units_of(dtype: torch.dtype) -> Mapping[str, float]:
 
 
 def _with_limit(one: Change, wrong: Evidence) -> Change:
-    """The change with the limit of the checks for this tensor of the wrong run."""
+    """The change, with the limit that the checks set for this tensor of the wrong run."""
     if not one.tensor or one.by == "exact":
         return one
     size = sizes_of(wrong.run, wrong.truth).get(kind_of(one.tensor), 0.0)

@@ -26,7 +26,7 @@ from shardproof.harness.subject import NamedSubject
 SIZES: Mapping[str, float] = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2}
 """The relative size of an edit, by dtype."""
 EVERY = -1
-"""The rank of an edit that all ranks have."""
+"""The rank of an edit that every rank makes."""
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -54,7 +54,7 @@ POINTS: Mapping[str, str] = {
 """Edits -> the point at which they happen."""
 
 LATER = ("counted step", "kept step")
-"""Points at which an edit shows in a later step alone."""
+"""Points at which an edit shows only in a later step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ _NOW = threading.local()
 
 
 def _rank() -> _Rank | None:
-    """This thread's rank, None where no planted subject runs in it: the truth, other programs."""
+    """This thread's rank; None if no planted subject runs in it (the truth, other programs)."""
     found: _Rank | None = getattr(_NOW, "rank", None)
     return found
 
@@ -127,7 +127,7 @@ class Planted:
         self.counts: dict[int, Counts] = {}
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Any other attribute is that of the subject."""
         return getattr(self.subject.call, attribute)
 
     def __call__(self, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
@@ -153,7 +153,7 @@ class Planted:
 
 
 class _Numbered:
-    """A case that gives numbers of samples: under an edit those of a step that never comes."""
+    """A case as its subject sees it: under an edit, samples may be those of a step that is never run."""
 
     def __init__(self, case: CaseLike) -> None:
         self._case = case
@@ -170,7 +170,7 @@ class _Numbered:
 
 @contextmanager
 def plant_edits() -> Iterator[None]:
-    """A context in which planted subjects have their edits; programs of other threads are left alone."""
+    """A context in which planted subjects make their edits; programs of other threads are left alone."""
     before = register_optimizer_step_pre_hook(_before_step)
     behind = register_optimizer_step_post_hook(_behind_step)
     stands_in = {name: _edit_function(name, getattr(dist, name)) for name in COLLECTIVES}

@@ -6,7 +6,7 @@ Each kind says once where its mistakes show first, and what a right cause says; 
 from dataclasses import dataclass
 
 Substitution = tuple[str, str, str]
-"""A file, what it holds, and what stands there instead, everywhere in it."""
+"""A file, a text in it, and the text that replaces it everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of mistake: `place` and `causes` as an edit has them that says nothing else."""
+    """A kind of mistake. `place` and `causes` apply to edits that have none of their own."""
 
     name: str
     place: str
@@ -39,7 +39,7 @@ class Kind:
         place: str = "",
         causes: tuple[str, ...] | None = None,
     ) -> Edit:
-        """A mistake of this kind in a layout; `of` tells several of one kind apart."""
+        """A mistake of this kind in a layout; `of` distinguishes several of one kind."""
         return Edit(
             name=f"{self.name}{of and ' of '}{of}",
             layout=layout,

@@ -1,8 +1,9 @@
-"""Parity of training programs of others, and of mistakes planted in them: `python -m bench.parity_programs SOURCES`.
+"""Parity of published training programs, and of mistakes planted in them: `python -m bench.parity_programs SOURCES`.
 
 SOURCES is a folder with the checked-out repositories that bench.parity_sources names (examples, picotron_tutorial,
-build-nanogpt). Each program is copied, changed in sizes and devices alone, and launched on one rank and in its layouts.
-An edit is a substitution in the copy. Packages that a program imports must be installed, but for those that need a GPU.
+build-nanogpt). Each program is copied, with changed sizes and devices, and launched on one rank and in its layouts. An
+edit is a mistake that is substituted into the copy. Packages that a program imports must be installed, but for those
+that need a GPU.
 """
 
 import argparse
@@ -41,10 +42,10 @@ class Launches:
             folder=self._folders, steps=2, timeout_s=LIMIT_S, values=values, threads=threads
         )
         self._known: dict[str, Launch] = {}
-        self._copy = self.copied("untouched", ())
+        self._copy = self.copy_sources("untouched", ())
 
-    def copied(self, name: str, edits: Sequence[Substitution]) -> Path:
-        """A copy of the sources with the program's changes and these. Raises ValueError where an anchor is missing."""
+    def copy_sources(self, name: str, edits: Sequence[Substitution]) -> Path:
+        """Copy the sources, with the program's changes and `edits`. Raises ValueError if a replaced text is missing."""
         copy = self.folder / name
         if self.program.folder:
             shutil.copytree(self._sources, copy)
@@ -60,10 +61,10 @@ class Launches:
             word(copy)
         return copy
 
-    def judged(self, layout: str, edit: Edit | None = None) -> CaseResult:
+    def judge_layout(self, layout: str, edit: Edit | None = None) -> CaseResult:
         """The verdicts on a layout, with an edit or without. Raises what a launch raises."""
         name = "untouched" if edit is None else edit.name
-        copy = self._copy if edit is None else self.copied(f"{name}-{layout}", edit.substitutions)
+        copy = self._copy if edit is None else self.copy_sources(f"{name}-{layout}", edit.substitutions)
         first = self._alone("first")
         second = self._record(f"{layout}-{name}", copy, self.program.layouts[layout])
         further = Further(
@@ -90,7 +91,7 @@ class Launches:
 
 
 def _command_of(words: str, script: str) -> list[str]:
-    """The command of "RANKS options": by torchrun, but for 0 ranks and for "accelerate:RANKS"."""
+    """The command of "RANKS options": by torchrun; for 0 ranks plain Python, for "accelerate:RANKS" accelerate."""
     ranks, *options = words.split()
     if ranks.startswith("accelerate:"):
         launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", ranks.partition(":")[2]]
@@ -154,7 +155,7 @@ def _judge_programs(arguments: argparse.Namespace, threads: ThreadLaunches | Non
                 for edit in chosen if arguments.edit != "-" else ():
                     title = f"{program.name}, {edit.layout}, {edit.name}"
                     try:
-                        result = launches.judged(edit.layout, edit)
+                        result = launches.judge_layout(edit.layout, edit)
                     except ShardproofError as problem:
                         print(f"{title}: {problem}")
                         continue
@@ -168,7 +169,7 @@ def _judge_programs(arguments: argparse.Namespace, threads: ThreadLaunches | Non
 def _show(title: str, launches: Launches, layout: str) -> bool:
     """Print the verdict on an untouched program. Returns whether it does not pass."""
     try:
-        result = launches.judged(layout)
+        result = launches.judge_layout(layout)
     except ShardproofError as problem:
         print(f"{title}: {problem}", flush=True)
         return True

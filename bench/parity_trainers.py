@@ -1,6 +1,6 @@
 """Scripts of the libraries' own kind for bench.parity_programs: Hugging Face Trainer, accelerate, peft and TRL.
 
-Models are tiny and drawn, data is drawn by the number of a sample, and a part of the targets is ignored.
+Models are tiny and random. A sample is random too, with its number as the seed, and a part of the targets is ignored.
 """
 
 DATA = """import sys

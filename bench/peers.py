@@ -1,10 +1,10 @@
-"""Other ways to run ranks without processes, on the workload of `bench.workload`: torch's own.
+"""Torch's own ways to run ranks without processes, on the workload of `bench.workload`.
 
     threaded group   torch.testing._internal.distributed.multi_threaded_pg: a thread for each rank, as torch's tests do
     LocalTensor      torch.distributed._local_tensor: one program, each of whose tensors holds the parts of all ranks
 
-LocalTensorMode has no ranks to call, so that the rank program is run once, with shards that are LocalTensors. Both are
-private parts of torch, which is why they are imported where they are used: a torch that lacks one refuses the workload.
+LocalTensorMode calls no rank: the rank program runs once, with LocalTensors as its shards. Both are private parts of
+torch, so they are imported where they are used: without one of them, only its workload fails.
 """
 
 from collections.abc import Callable

@@ -52,13 +52,13 @@ from shardproof.reports.printing.text import show_busy
 ALLOWED_COST = 1.03
 """Largest ratio of a recorded step to a plain one."""
 ALLOWED_ERROR = 1e-12
-"""An example whose result is further from the dense pass than this would time something else."""
+"""An example whose result is further from the dense pass than this would time another computation."""
 
 
 class Row(NamedTuple):
-    """A row of `bench.csv`: a value, and its ratio to what it is held against.
+    """A row of `bench.csv`: a value, and its ratio to what it is compared with.
 
-    `value` and `ratio` are nan where the workload is refused, and `versus` says why.
+    `value` and `ratio` are nan if the workload is refused; `versus` says why.
     """
 
     metric: str
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 def run_in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run in every round; the runs take turns, so that the machine's mood meets all of them."""
+    """The seconds of every run in every round. The runs take turns, so that noise of the machine meets all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -104,7 +104,7 @@ def measure(*, rounds: int, spawns: int, quick: bool = False) -> list[Row]:
 
 
 def engine_rows(engine: InprocEngine, world_size: int, rounds: int, peers: Mapping[str, Peer] = PEERS) -> list[Row]:
-    """The engine and its peers over bare ranks, all in turns; a peer that raises has a row of what it refuses."""
+    """The engine and its peers over bare ranks, all in turns. The row of a peer that raises says what it refuses."""
     sizes = Sizes()
     full, (x, dy) = weights(sizes), data(sizes)
     runs: dict[str, Callable[[], object]] = {
@@ -126,7 +126,7 @@ def engine_rows(engine: InprocEngine, world_size: int, rounds: int, peers: Mappi
 
 
 def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
-    """Recording on over off at two ranks; the ratio is the median of the rounds' own ratios."""
+    """Recording over no recording on two ranks; the ratio is the median of the ratios of rounds."""
     sizes = Sizes()
     full, (x, dy) = weights(sizes), data(sizes)
     recorder = Recorder("", "", 2, {"tp": ((0, 1),)})
@@ -185,7 +185,7 @@ def _refused_row(rounds: int) -> Row:
 
 
 def _proof_rows(rounds: int, *, quick: bool) -> list[Row]:
-    """CPU time of proofs: one case over importing torch, a further case, real widths over their ranks."""
+    """CPU time of proofs: one case over importing torch, a further case, and real widths over their ranks."""
     case_s, over_import = one_case(rounds)
     further_s = further_case(rounds)
     rows = [
@@ -199,7 +199,7 @@ def _proof_rows(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def _program_row(pairs: int) -> Row:
-    """A step of a program that is recorded as it is, over the same step unrecorded; the interval beside it."""
+    """A step of a program recorded as it is, over the same step unrecorded, with the interval of the ratio."""
     seconds, ratio = recorded_step(pairs)
     interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
     open_ = f", {ALLOWED_COST} not resolvable here" if ratio.low <= ALLOWED_COST < ratio.high else ""

@@ -48,7 +48,7 @@ parameters._latest = lambda *_: {{}}
 with InprocEngine() as engine:
     engine.run(lambda rank: subject(case, torch.device("cpu")), world_size=case.world_size, seed=case.seed)
 """
-"""The ranks of a case alone: every one draws its own weights, as it would without others in its process."""
+"""The ranks of a case alone. Every one draws its own weights, as it would in a process of its own."""
 
 
 def one_case(rounds: int) -> tuple[float, float]:
@@ -65,7 +65,9 @@ def further_case(rounds: int) -> float:
 
 
 def real_widths() -> tuple[float, float]:
-    """CPU seconds of a proof at real widths, and its ratio to its ranks' own; both without what a tiny case takes."""
+    """CPU seconds of a proof at real widths, and its ratio to that of its ranks; the cost of a tiny case is subtracted
+    from both.
+    """
     tiny = "mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8"
     best = _best(
         {

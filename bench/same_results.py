@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _KEYS = {"outcome": ["case", "rank"], "verdict": ["case", "check"], "ledger": ["case"]}
 """Columns that name a difference."""
 Results = Mapping[str, pd.DataFrame]
-"""Results of one commit: the tables of _KEYS, and `error`, the errors behind the verdicts."""
+"""The results of one commit: the tables of _KEYS, and `error`, the errors behind its verdicts."""
 
 
 def draw_cases(count: int, first_seed: int) -> list[str]:
@@ -44,7 +44,7 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
     """
     probe = work / "probe"
     probe.mkdir(parents=True, exist_ok=True)
-    # The tree comes first; the probe is this one's, since BASE may have none.
+    # That tree comes first; the probe is this tree's, since BASE may have none.
     (probe / "digested.py").write_text((ROOT / "bench/digested.py").read_text())
     (work / "digests.jsonl").write_text("")
     environment = os.environ | {
@@ -60,7 +60,7 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
 
 
 def read_results(work: Path) -> Results:
-    """Tables that `results` wrote; how often an outcome was computed does not count."""
+    """The tables that `results` wrote. It does not matter how often an outcome was computed."""
     verdicts = pd.read_json(work / "runs/latest/verdicts.jsonl", lines=True, dtype=False)
     verdicts = verdicts[verdicts["verdict"].notna()].copy()  # later rows add to failures
     for column in ("decided", "worst"):  # a row may leave out what is empty
@@ -77,7 +77,7 @@ def read_results(work: Path) -> Results:
 
 
 def differences(base: Results, ours: Results) -> list[str]:
-    """Lines about outcomes, verdicts and ledgers that are not equal, one for each."""
+    """Lines about outcomes, verdicts and ledgers that differ, one line for each."""
     return [
         f"{name} of {' '.join(map(str, place))}"
         for name, keys in _KEYS.items()
@@ -86,13 +86,13 @@ def differences(base: Results, ours: Results) -> list[str]:
 
 
 def _apart(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
-    """The rows that only one of two tables has."""
+    """The rows that only one of the two tables has."""
     both = one.merge(other, how="outer", indicator="side")
     return both[both["side"] != "both"]
 
 
 def main() -> int:
-    """Compare, print one line a difference, and the counts."""
+    """Compare; print a line for each difference, and the counts."""
     about = "Compare the results of two commits."
     parser = argparse.ArgumentParser(prog="python -m bench.same_results", description=about)
     parser.add_argument("base", help="a checkout of the commit to compare with (git worktree add)")

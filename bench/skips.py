@@ -1,4 +1,4 @@
-"""Tests that no run of the suite has run, by the reports of runs in environments that hold different things.
+"""Tests that no run of the suite has run, found in the reports of runs in different environments.
 
     python -m bench.skips REPORT...
 
@@ -21,7 +21,7 @@ NOWHERE: Mapping[str, str] = {
     "SHARDPROOF_TRACES": "traces of other projects, not ours to ship: run where the variable names their folder",
     "needs --ledger-baseline": "an option of the suites: tests/suites/test_own_words.py gives it, in a run of its own",
 }
-"""Part of a reason to skip -> why no environment that CI can make runs such a test."""
+"""Part of a reason to skip -> why no environment of CI can run such a test."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,13 +58,13 @@ def has_run(address: str, report: Mapping[str, str]) -> bool:
 
 
 def _reason(skip: ElementTree.Element) -> str:
-    """A module that is skipped as a whole has its reason in the text alone, behind its path and line."""
+    """For a module that is skipped as a whole, the reason stands in the text alone, behind path and line."""
     text = str(skip.text).strip()
     return skip.get("message", text) if skip.get("type") == "pytest.skip" else text
 
 
 def skipped_everywhere(reports: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Every test that has run in no report, with its reasons, unless one of them is of `NOWHERE`."""
+    """Every test that has run in no report, with its reasons, unless one of them is in `NOWHERE`."""
     ran = {test for tests in reports for test, reason in tests.items() if not reason}
     ran |= {place for test in ran for place in _enclosing_places(test.partition("::")[0])}
     left: dict[str, list[str]] = {}
@@ -75,7 +75,7 @@ def skipped_everywhere(reports: Sequence[Mapping[str, str]]) -> dict[str, list[s
 
 
 def _enclosing_places(place: str) -> Iterable[str]:
-    """A place and all that it lies in: the class of a test, its module, packages."""
+    """A place and everything around it: the class of a test, its module, packages."""
     words = place.split(".")
     return (".".join(words[:end]) for end in range(1, len(words) + 1))
 

@@ -40,8 +40,10 @@ _LIMIT_S = 1200.0
 
 
 def install(python: str, place: Path, packages: Sequence[str]) -> Iterator[list[str]]:
-    """The commands that make an environment at `place`: these packages, what this checkout needs beside them, and the
-    checkout itself. Packages that are not named here with a version (`torch==2.14.1`) have that of constraints.txt.
+    """The commands that make an environment at `place`: these packages, this checkout, and what it needs
+    beside them.
+
+    A package that is named without a version (`torch==2.14.1`) gets that of constraints.txt.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     chosen = {_name(package) for package in packages}
@@ -62,8 +64,9 @@ def _name(requirement: str) -> str:
 
 
 def run_to_end(command: Sequence[str], limit_s: float = _LIMIT_S, folder: Path | None = None) -> str:
-    """Run a command in a folder to its end: "" when it succeeded, else its exit status and last lines. `timeout` ends
-    it and what it started.
+    """Run a command in a folder to its end. Returns "" if it succeeded, otherwise its exit status and last lines.
+
+    After `timeout` the command is ended with everything that it started.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     bounded = ["timeout", "--signal=KILL", str(limit_s), *command]
@@ -81,9 +84,9 @@ THIS = "python{}.{}".format(*sys.version_info)
 
 
 class System(NamedTuple):
-    """A system: its packages, the first its own, and its Python where another one runs this command.
+    """A system: its packages, first its own, and its Python if that is another than the one that runs this command.
 
-    Packages have versions where these are not those of constraints.txt. `checkout` is the variable that names its code.
+    Packages name a version if it is not that of constraints.txt. `checkout` is the variable that names its code.
     """
 
     name: str
@@ -93,17 +96,17 @@ class System(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The name of its own package; of a checkout the word before its commit."""
+        """The name of its own package; for a checkout, the word before its commit."""
         return "commit" if self.checkout else self.packages[0].partition("==")[0]
 
     @property
     def is_here(self) -> bool:
-        """Whether the Python that runs this is its own and has its packages."""
+        """Whether the running Python is the system's own and has its packages."""
         return self.python in {"", THIS} and all(map(_is_installed, self.packages))
 
 
 class Cell(NamedTuple):
-    """A cell; `needle` is a text that the output must have where the cell is not expected to pass.
+    """A cell. If it is not expected to pass, its output must have the text `needle`.
 
     `kept`: whether the page keeps its calls and bytes.
     """
@@ -156,7 +159,7 @@ def _is_installed(package: str) -> bool:
 PAGE = ROOT / "docs" / "systems.md"
 CANNOT, FAILED, NOT_RUN = "cannot run", "FAIL", "not run here"
 CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
-"""Checks that a passing cell has compared, at least."""
+"""The checks that a passing cell must at least have compared."""
 
 
 Ledger = tuple[int, int]
@@ -174,8 +177,10 @@ class Seen(NamedTuple):
 
 
 def find_python(name: str) -> str:
-    """The Python of this name, such as python3.12, that runs: on PATH, else one that pyenv or uv installed, or Debian;
-    "" without one. A shim of pyenv is on PATH whether its version is chosen or not, and then does not run.
+    """A Python of this name, such as python3.12, that runs; "" if there is none.
+
+    It is on PATH, or was installed by pyenv, uv or Debian. A shim of pyenv is on PATH even if its version is not
+    chosen, and then does not run.
     """
     home = Path.home()
     pyenv, uv = Path(os.environ.get("PYENV_ROOT", home / ".pyenv")), home / ".local" / "share" / "uv" / "python"
@@ -191,8 +196,9 @@ def find_python(name: str) -> str:
 
 
 def interpreter(system: System, folder: Path) -> tuple[str, str]:
-    """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
-    of its own package. Without one "" and the reason.
+    """The Python that has a system's packages, and the version of its own package; otherwise "" and the reason.
+
+    It is the running one, or that of an environment below `folder`.
     """
     if system.checkout and not os.environ.get(system.checkout):
         return "", f"{system.checkout} names no checkout"
@@ -218,14 +224,16 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
 
 
 def run_cells(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: str) -> Iterator[Seen]:
-    """Cells of one subject, engine and expectation by one command; those that pass beside others that do not, again."""
+    """Run cells of one subject, engine and expectation by one command. If some of them fail, those
+    that pass run again.
+    """
     first, words = group[0], [cell.case for cell in group]
     with tempfile.TemporaryDirectory() as folder:
         subject = f"shardproof.suites.subjects.{first.subject}:subject"
         options = ["--subject", subject, "--engine", first.engine, "--when", "0", "--timeout", "200", "--json"]
         command = [python, "-m", "shardproof", "run", *words, *options]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        _, start, rest = done.stdout.rpartition('{\n  "exit_status"')  # libraries print in front of it
+        _, start, rest = done.stdout.rpartition('{\n  "exit_status"')  # libraries may print before it
         if done.returncode not in (0, 1) or not start:
             yield from (Seen(cell, FAILED, " ".join(done.stderr.split()[-30:])) for cell in group)
             return
@@ -233,7 +241,7 @@ def run_cells(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], pyth
         lines = (Path(folder) / summary["run"] / "verdicts.jsonl").read_text("utf-8").splitlines()
     verdicts = [row for row in map(json.loads, lines) if "verdict" in row]
     again = []
-    for cell in group:  # defaults are left out of a case's text
+    for cell in group:  # a case's text leaves defaults out
         mine = set(cell.case.split())
         row = max(
             (row for row in summary["cases"] if set(row["case"].split()) <= mine), key=lambda row: len(row["case"])
@@ -247,12 +255,12 @@ def run_cells(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], pyth
 
 
 def _statement_of(row: dict[str, Any]) -> str:
-    """What a row of verdicts.jsonl states, in words."""
+    """A row of verdicts.jsonl in words."""
     return join_facts([record_of(Fact, one) for one in row["facts"]])
 
 
 def judge_cell(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
-    """The result of a cell and why: from the row of its case, its verdicts by check and the ledger of earlier runs."""
+    """The result of a cell and why: by its case's row, its verdicts by check, and the ledger of earlier runs."""
     bad = [one for one in verdicts if one["verdict"] != PASSED]
     found = next((one for one in bad if cell.needle in json.dumps([_statement_of(one), one.get("failure")])), None)
     if cell.expected != PASSED and row["verdict"] == "fail" and found:
@@ -268,7 +276,7 @@ def judge_cell(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any
 
 
 sorting = attrgetter("subject", "engine", "expected")
-"""Cells that one command runs are equal in these."""
+"""Cells that are equal in these are run by one command."""
 
 
 def key(cell: Cell) -> tuple[str, ...]:
@@ -276,13 +284,13 @@ def key(cell: Cell) -> tuple[str, ...]:
 
 
 def sections(page: Path) -> dict[str, str]:
-    """Texts of a page below the heading of each system."""
+    """The texts below the headings of a page, by system."""
     blocks = page.read_text("utf-8").split("\n## ")[1:] if page.exists() else []
     return {name: rest.strip("\n") for name, _, rest in (block.partition("\n") for block in blocks)}
 
 
 def stored_on(page: Path) -> dict[tuple[str, ...], Ledger]:
-    """The ledger of every passing cell as the page has it: calls and bytes."""
+    """The calls and bytes of every passing cell that the page has."""
     row = re.compile(r"^\|[^|]*\| `(\w+)` \| `([^`]+)` \| (\w+) \| pass \| (\d+) \| (\d+) \|$", re.MULTILINE)
     found = [(name, *cell) for name, section in sections(page).items() for cell in row.findall(section)]
     return {tuple(where): (int(calls), int(payload)) for *where, calls, payload in found}
@@ -360,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{system.name}: {' '.join(key(one.cell)[1:])}: {one.result} {one.why}".rstrip(), flush=True)
         took[system] = (version_or_reason, time.monotonic() - began_s)
 
-    with ThreadPoolExecutor(2) as pool:  # systems beside each other: a cell computes on one core
+    with ThreadPoolExecutor(2) as pool:  # several systems at a time: a cell computes on one core
         list(pool.map(verify, dict.fromkeys(cell.system for cell in chosen)))
     seen.sort(key=lambda one: chosen.index(one.cell))
     counts = {result: sum(one.result == result for one in seen) for result in (PASSED, DEFECT, CANNOT, FAILED)}

@@ -1,11 +1,11 @@
-"""The benchmark workload: a two-layer tensor-parallel transformer of plain tensors, the same dense, and its examples.
+"""The benchmark workload: a two-layer tensor-parallel transformer of plain tensors, and its dense model.
 
 Small enough that the cost is op dispatch and hand-offs, not arithmetic. Shapes: x, dy [batch, seq, hidden]; weights are
 [out, in]; per layer 12 weights. A rank holds `heads / W` heads and `ffn / W` columns and issues 4 all_reduces a layer,
 two forward and two backward (Megatron-LM, arXiv 1909.08053, section 3). With `comm` off the rank runs the same
 operations without a single collective: the floor that an engine is measured against. Everything follows from
-`sizes.seed`. On gloo, ranks are processes of the pool engine or spawned for an example. Each draws the weights, runs
-the dense pass itself and judges its own part. Every wait is bounded.
+`sizes.seed`. An example is one forward and backward whose ranks are processes, of the pool engine or spawned for it.
+Each draws the weights, runs the dense pass itself and compares its own part with it. Every wait is bounded.
 """
 
 import tempfile
@@ -137,7 +137,7 @@ class _Reduce(torch.autograd.Function):
 def run_pass(
     sizes: Sizes, shards: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor, *, world_size: int, comm: bool = True
 ) -> Passed:
-    """Forward and backward with a rank's shards, of which gradients are returned."""
+    """Forward and backward with a rank's shards; the gradients are those of the shards."""
     own = {name: weight.detach().requires_grad_() for name, weight in shards.items()}
     x = start = x_BSH.detach().requires_grad_()
     heads, head_dim = sizes.heads // world_size, sizes.hidden // sizes.heads
@@ -211,6 +211,6 @@ def spawned_example(world_size: int, seed: int, allowed: float) -> float:
 
 
 def require_right(errors: list[float], allowed: float) -> None:
-    """Raises RuntimeError where an error of an example is beyond what is allowed."""
+    """Raises RuntimeError if the error of an example is larger than allowed."""
     if not max(errors) < allowed:
         raise RuntimeError(f"the example is wrong by {max(errors):.1e}: its time means nothing")

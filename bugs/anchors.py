@@ -21,7 +21,7 @@ class AnchorLost(ValueError):
 
 
 def change_sources(name: str, changes: tuple[Change, ...]) -> dict[str, str]:
-    """Module -> its source with all of these changes. Raises AnchorLost, which names the bug and the place."""
+    """Module -> its source with all of these changes. Raises AnchorLost, which names the bug and its place."""
     texts: dict[str, str] = {}
     for change in changes:
         try:
@@ -33,9 +33,10 @@ def change_sources(name: str, changes: tuple[Change, ...]) -> dict[str, str]:
 
 
 def find_change(change: Change, texts: dict[str, str] | None = None, *, renamed: bool = False) -> Change:
-    """The change at its place of today: where it says, else in the one function of that name that has the lines.
+    """The change at the place where the lines are now: the stated one, or else the one function of that name that has
+    them.
 
-    With `renamed` it is the one function of any name. `texts` are sources changed already. Raises AnchorLost.
+    With `renamed` it is the one function of any name. `texts` are sources that are changed already. Raises AnchorLost.
     """
     known = texts or {}
     count = _matches(change, known) if _spec(change.module) else 0
@@ -58,7 +59,7 @@ def find_change(change: Change, texts: dict[str, str] | None = None, *, renamed:
 
 
 def package_of(module: str) -> str:
-    """The package of a module that is copied, or looked through, as a whole: `shardproof.parallel`."""
+    """The package of a module that is copied or searched as a whole: `shardproof.parallel`."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "shardproof" else 1])
 
@@ -144,7 +145,7 @@ def _occurrences(text: str, change: Change) -> list[tuple[int, int]]:
 
 @cache
 def _pattern(old: str) -> re.Pattern[str]:
-    """Pattern of these lines whatever their white space, their line breaks and their trailing commas are."""
+    """A pattern for these lines, whatever their white space, line breaks and trailing commas are."""
     tokens = _TOKEN.findall(old)
     parts = []
     for number, token in enumerate(tokens):
@@ -160,7 +161,7 @@ def _pattern(old: str) -> re.Pattern[str]:
 
 
 def _inside(inner: Change, outer: Change) -> bool:
-    """Whether a function lies inside of another one."""
+    """Whether a function lies inside another one."""
     if inner.module != outer.module or inner.within == outer.within:
         return False
     return not outer.within or inner.within.startswith(f"{outer.within}.")

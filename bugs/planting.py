@@ -38,7 +38,7 @@ def replace_text(module: str, old: str, new: str) -> dict[str, str]:
 
 
 class _Copy(importlib.abc.MetaPathFinder):
-    """A second copy of some packages. Imports of its code are of the copy, also when a function imports later."""
+    """A second copy of some packages. Its code imports from the copy, even when a function imports later."""
 
     def __init__(self, packages: Sequence[str], sources: Mapping[str, str]) -> None:
         self._packages, self._sources = tuple(f"{package}." for package in packages), sources
@@ -63,7 +63,7 @@ class _Copy(importlib.abc.MetaPathFinder):
                 self._modules = self._exchange(first)
 
     def _exchange(self, modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-        """Put these modules in the place of those that are imported now, and return the latter."""
+        """Put these modules in place of those that are imported now, and return the latter."""
         taken = {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(name)}
         sys.modules.update(modules)
         for name in (package.removesuffix(".") for package in self._packages):
@@ -80,7 +80,7 @@ class _Copy(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As the other finders, with a loader that makes a module of the copy."""
+        """As other finders do, but with a loader that makes a module of the copy."""
         if not self._has(fullname):
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
@@ -90,7 +90,7 @@ class _Copy(importlib.abc.MetaPathFinder):
         return spec
 
     def _statement(self, name: str, *words: Any, **more: Any) -> Any:
-        """Statement `import` in code of the copy."""
+        """The statement `import` in code of the copy."""
         with self.import_copy() if self._has(name) else nullcontext():
             return builtins.__import__(name, *words, **more)
 
@@ -107,7 +107,7 @@ class _Loader(importlib.abc.Loader):
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute it with a statement `import` of its own."""
+        """Execute it with an `import` of its own."""
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._statement}
         if self._source is None:
             self._ordinary.exec_module(module)
@@ -137,7 +137,7 @@ def planted_everywhere(
 
 
 def plant_subject(sources: Mapping[str, str], subject: str = "shardproof.parallel.subject:subject") -> Subject:
-    """The subject as it is when these modules have these sources."""
+    """The subject, as it is when these modules have these sources."""
     module, _, name = subject.partition(":")
     built: Subject = getattr(planted_module(sources, module), name)
     return built

@@ -63,11 +63,13 @@ def references(stands_for: str) -> tuple[str, ...]:
 
 
 def unread(stands_for: str) -> tuple[str, ...]:
-    """Numbers in the words of a record that no system of SYSTEMS has, and that have no "kin": no reader finds them."""
+    """Numbers in the words of a record that belong to no system of SYSTEMS and have no "kin" behind them: nothing reads
+    them.
+    """
     return tuple(re.findall(r"#\d+", _NAMED.sub("", stands_for)))
 
 
 def defect(stands_for: str) -> str:
-    """Words of a record behind the references: what went wrong; all of them where it names none."""
+    """The words of a record after its references: what went wrong. All of its words if it has no reference."""
     *_, end = (0, *(named.end() for named in _NAMED.finditer(stands_for)))
     return stands_for[end:].strip(" ,:;()")

@@ -1,8 +1,8 @@
 """The dense model as the harness knows it: one object with these methods, found by its name as a subject is.
 
-The dense model stands for no mathematics here: the harness imports neither the reference nor any implementation.
-Outcomes are full tensors by name; functions of (case, device) take what they cannot know as given=mapping. Its words
-are those of cases, which are read here. No torch is loaded, so that the command line refuses a wrong word at once.
+The harness imports neither the reference nor any implementation. Outcomes are full tensors by name; functions of (case,
+device) take what an implementation draws as given=mapping. The words of cases are read here without loading torch, so
+that the command line refuses a wrong word at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Outcome: TypeAlias = "Mapping[str, Tensor]"
 NAME = "shardproof.reference.dense_model:DENSE_MODEL"
 SUBJECT = "shardproof.parallel.subject:subject"
-"""The implementation under test where no other is named."""
+"""The implementation under test, if no other is named."""
 
 
 class DenseModelLike(Protocol):
-    """Words of a case, and what is computed of it. A case here is one that `case` has read."""
+    """The words of a case, and what is computed of it. A case here is one that `case` has read."""
 
     @property
     def case(self) -> Any:
@@ -59,12 +59,12 @@ class DenseModelLike(Protocol):
 
 
 def dense_model() -> DenseModelLike:
-    """The dense model of every case that is not in words of a subject's own."""
+    """The dense model of every case, unless the case is in words of a subject's own."""
     return cast(DenseModelLike, resolve(NAME))
 
 
 def read_case(text: str) -> Any:
-    """The case of this text (a `harness.protocols.CaseLike`). Raises RequestError when it is none."""
+    """The case of this text (a `harness.protocols.CaseLike`). Raises RequestError for any other text."""
     try:
         return dense_model().case.parse(text)
     except ValueError as problem:
@@ -72,7 +72,7 @@ def read_case(text: str) -> Any:
 
 
 def parse_cases(texts: Iterable[str]) -> tuple[Any, ...]:
-    """The cases of these texts, each once. Raises RequestError for the first text that is no case."""
+    """The cases of these texts, without repeats. Raises RequestError for the first text that is no case."""
     return tuple({str(case): case for case in map(read_case, texts)}.values())
 
 
@@ -85,7 +85,7 @@ def check_words(text: str) -> None:
 
 
 def check_modes(text: str) -> None:
-    """Raise RequestError unless an option chooses "all" modes, or modes that a case can have, comma separated."""
+    """Raise RequestError unless an option chooses "all" modes, or modes that a case can have, separated by commas."""
     known = dense_model().modes
     unknown = [mode for mode in text.split(",") if mode not in known]
     if text != "all" and unknown:

@@ -1,9 +1,9 @@
-"""A ledger compared with a closed form: the exact multiset of events on every rank, and where the two first differ.
+"""Compares a ledger with a closed form: the exact multiset of events on every rank, and where the two first differ.
 
-Two events are equal when their keys are: phase, region, op, reduce op, axis, group size, dtype and payload bytes. A
-surplus event and a missing one of the same place become one "wrong" event. A term that leaves fields out counts the
-events that match it; an event that no term counts is surplus. Differences are sorted as training runs: by phase, then
-by module, in reverse for backward. Payloads are bytes; calls count over the whole run of one rank.
+Two events are equal if their keys are: phase, region, op, reduce op, axis, group size, dtype and payload bytes. An
+extra event and a missing one at the same place become one "wrong" event. A term that leaves fields out counts the
+events that match it; an event that no term counts is extra. Differences are sorted in the order of training: by phase,
+then by module, in reverse for backward. Payloads are bytes; calls count over the whole run of one rank.
 """
 
 from collections import Counter
@@ -17,15 +17,15 @@ from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, select_visible_terms
 
 _LISTED = 3
-"""Places of counted events that a message lists."""
+"""The most places of counted events that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A key on which ledger and closed form differ: `expected` or `found` is None when the event is extra or missing.
+    """A key on which ledger and closed form differ: `expected` or `found` is None if the event is extra or missing.
 
-    `calls`: by how many events they differ on each of `ranks`, 0 when only their bytes do; `caller`: where the found
-    event was issued. `term` is a term with fields left out that does not hold, and what was found. The key then has
+    `calls`: by how many events they differ on each of `ranks`, 0 if only their bytes do; `caller`: where the found
+    event was issued. `term` is a term with fields left out that does not hold, and what was found. Then the key has
     only what the counted events have in common, unless one event stands for another.
     """
 
@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def counted(self) -> bool:
-        """Whether a term counts other numbers than it states, and no event is known to be the wrong one."""
+        """Whether a term counts other numbers than it states, and no single event is known to be wrong."""
         return bool(self.term) and (self.kind != "wrong" or self.expected == self.found)
 
 
@@ -62,7 +62,7 @@ def find_differences(
     *,
     axes: Axes = MappingProxyType({}),
 ) -> list[Difference]:
-    """Where the ledger parts from the expectation on any of these ranks, in the order in which training runs.
+    """Where the ledger differs from the expectation on any of these ranks, in the order of training.
 
     `axes` are the case's, for terms that hold at some ranks alone.
     """
@@ -91,9 +91,9 @@ def find_differences(
 
 
 def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> list[Difference]:
-    """These differences without other payloads of the calls of these modules.
+    """These differences, without those of payloads alone in calls of these modules.
 
-    Where rows were chosen otherwise, a call has other rows, or none, and then it is none.
+    If rows were routed in another way, a call has other rows, or is not made for want of rows.
     """
 
     def call(key: EventKey) -> EventKey:
@@ -107,9 +107,10 @@ def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> lis
 def _pair_lines(
     surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping[EventKey, str]
 ) -> list[Difference]:
-    """Surplus and lacking lines of one rank, joined where one stands in the other's place: the most alike ones first.
+    """Extra and missing events of one rank, joined where one stands for the other: the most similar ones first.
 
-    A call of one place is made otherwise, the call of one module in another phase, or the call somewhere else.
+    Such a pair is a call of one place made in another way, the call of one module in another phase, or the same call
+    somewhere else.
     """
     parts = []
     for same in (attrgetter("site"), attrgetter("place"), _region_and_call, str):
@@ -132,7 +133,7 @@ def _region_and_call(line: EventKey) -> tuple[str, str]:
 def _count_term(
     parts: Sequence[Difference], term: Term, lines: Counter[EventKey], callers: Mapping[EventKey, str]
 ) -> list[Difference]:
-    """The differences of one rank with what this term counts there; extra events stand for those that it lacks."""
+    """The differences of one rank from what this term counts there. Extra events stand for those that are missing."""
     matched = Counter({line: calls for line, calls in lines.items() if term.matches(line)})
     calls, total = matched.total(), sum(line.payload_bytes * calls for line, calls in matched.items())
     lack = 0 if term.calls is None else term.calls - calls
@@ -165,7 +166,9 @@ def _count_term(
 
 
 def _find_substitute(parts: Iterable[Difference], term: Term) -> Difference | None:
-    """The extra event that is most like those which this term counts; None when none has anything of them."""
+    """The extra event that is most similar to those that this term counts; None if none has anything in common with
+    them.
+    """
 
     def alike(part: Difference) -> int:
         return sum(getattr(term, name) == getattr(part.line, name) for name in FIELDS if name in term.stated)
@@ -175,7 +178,7 @@ def _find_substitute(parts: Iterable[Difference], term: Term) -> Difference | No
 
 
 def _common_fields(term: Term, matched: Iterable[EventKey]) -> EventKey:
-    """Common fields of these events, or of those that the term counts; "" and 0 for the rest."""
+    """The fields that these events have in common, or those that the term states; "" and 0 for the rest."""
     shared = {name: {getattr(line, name) for line in matched} for name in FIELDS}
     known = {name: values.pop() for name, values in shared.items() if len(values) == 1}
     blank = EventKey(phase="", region="", op="", reduce_op="", axis="", group_size=0, dtype="", payload_bytes=0)
@@ -183,7 +186,7 @@ def _common_fields(term: Term, matched: Iterable[EventKey]) -> EventKey:
 
 
 def _places_of_calls(matched: Counter[EventKey], callers: Mapping[EventKey, str]) -> str:
-    """Where the first of these calls were issued; "" when there are none."""
+    """Where the first of these calls were issued; "" if there are none."""
     by_place: Counter[str] = Counter()
     for line, calls in matched.items():
         by_place[line.place + (f" at {callers[line]}" if callers[line] else "")] += calls
@@ -193,7 +196,7 @@ def _places_of_calls(matched: Counter[EventKey], callers: Mapping[EventKey, str]
 
 
 def _order_of_line(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]:
-    """Sort key: phase, then module; backward phases meet the modules in reverse."""
+    """Sort key: phase, then module. Backward phases have the modules in reverse."""
     last = len(places)
     place = places.get(line.region, last)
     backwards = line.phase in BACKWARD

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 _LISTED = 32
-"""Ranks whose positions a message prints; `positions` always holds all of them."""
+"""The most ranks whose positions a message prints; `positions` always holds all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Position:
 
 
 class ShardproofError(Exception):
-    """Everything that this package raises on purpose; `exit_status` is what the command line ends with."""
+    """Every error that this package raises on purpose. `exit_status` is that of the command line."""
 
     exit_status: ClassVar[int] = 3
 
@@ -79,7 +79,7 @@ class RequestError(ShardproofError):
 def guard_file(
     what: str, legal: str, *, failed: str = "cannot be written", kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Use a file or folder in the body. Raises `kind`, with `what` it is and the reason, where the system refuses."""
+    """Use a file or folder in the body. Raises `kind`, with `what` it is and the reason, if the system refuses."""
     try:
         yield
     except OSError as problem:
@@ -99,7 +99,7 @@ class _RunError(ShardproofError):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it is, between processes: the words of __init__ are no positional arguments."""
+        """Pickle as it is: the words of __init__ are no positional arguments."""
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
@@ -114,11 +114,11 @@ class RankRaised(ProgramError):
 
 
 class RankCrashed(ProgramError):
-    """The program ended the process of a rank before the rank's end: a crash in native code, or `os._exit`."""
+    """The program ended the process of a rank too early: by a crash in native code, or `os._exit`."""
 
 
 class NoNumbers(ProgramError):
-    """A rank looked at a value on an engine whose tensors have none: it cannot be run dry, and may well be right."""
+    """A rank read a value on an engine whose tensors have none: it cannot be run dry, and may well be right."""
 
 
 class NotComputed(ProgramError):
@@ -170,15 +170,14 @@ class TimeLimit(MachineError):
 
 
 class RankDied(MachineError):
-    """The process of a rank was ended from outside before the rank's end: killed, out of memory, gone."""
+    """The process of a rank was ended from outside too early: killed, out of memory, gone."""
 
 
 def error_text(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of what it says, with " ..." where more lines follow.
+    """An exception in one line: its type and the first line of its text, with " ..." if more lines follow.
 
-    A first line that ends in a colon announces what follows: the next line is joined to it.
-    A user's own exception may raise in its own `str`; then that error's text is returned. Characters that no file
-    takes (half of a surrogate pair) are written as escapes.
+    A first line that ends in a colon is joined to the next one. A user's exception may raise in its own `str`; then
+    that error's text is returned. Characters that no file can hold (half of a surrogate pair) are written as escapes.
     """
     try:
         message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
@@ -191,7 +190,7 @@ def error_text(error: BaseException) -> str:
 
 
 def install_text(error: BaseException) -> str:
-    """Advice after an import that failed for a package that is not there; "" for any other exception."""
+    """Advice after an import that failed because a package is missing; "" for any other exception."""
     name = str(error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     try:
         missing = name.isidentifier() and name not in sys.modules and importlib.util.find_spec(name) is None
@@ -201,7 +200,7 @@ def install_text(error: BaseException) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as messages print them, in the given order: "0 1 3"; runs of more than four are drawn together: "0-7"."""
+    """Ranks as messages print them, in the given order: "0 1 3"; more than four in a row as "0-7"."""
     words: list[str] = []
     start = 0
     while start < len(ranks):

@@ -31,10 +31,10 @@ RankCallIndex = tuple[int, int]
 """(rank, call index): one row of the ledger."""
 
 _OPS = {"sum": ("avg", "max"), "avg": ("sum", "max"), "max": ("sum", "min"), "min": ("sum", "max")}
-"""Reduce op -> what it may be mistaken for."""
+"""Reduce op -> ops that may be used by mistake."""
 _REGROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _SILENT = ("barrier", "send")
-"""A barrier carries nothing; what is sent is disturbed where it is received."""
+"""A barrier carries no data, and what is sent is disturbed where it is received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Target:
 class Fault:
     """A disturbance of a target's data. `groups` are those of a group fault.
 
-    `rank` is the one rank whose result is spoiled, -1: all alike, a bug in the program.
+    `rank` is the one rank whose result is spoiled. With -1 all are, as by a bug in the program.
     """
 
     kind: str
@@ -82,12 +82,12 @@ class Fault:
 
     @property
     def places(self) -> frozenset[RankCallIndex]:
-        """The (rank, call index) that it hits."""
+        """The (rank, call index) of the calls that it hits."""
         return frozenset(call for call in self.target.calls if self.rank in {-1, call[0]})
 
 
 def targets_of(events: Iterable[Event]) -> tuple[Target, ...]:
-    """The distinct calls of a ledger, in the order in which they first come up."""
+    """The distinct calls of a ledger, in the order of their first events."""
     seen: Counter[tuple[object, ...]] = Counter()
     first: dict[tuple[object, ...], Event] = {}
     calls: dict[tuple[object, ...], list[RankCallIndex]] = defaultdict(list)
@@ -110,8 +110,8 @@ def faults_of(
 ) -> tuple[Fault, ...]:
     """Every legal fault of these kinds for every target of a clean ledger; `axes` are the case's.
 
-    With `rank` those that spoil one rank's result only: drop, op, stale, delay, poison. Equivalent faults are among
-    them: harness.running.injecting says which, and why.
+    With `rank`, those that spoil the result of this rank only: drop, op, stale, delay, poison. Equivalent faults are
+    among them: harness.running.injecting finds them, with the reason.
     """
     return tuple(
         replace(fault, rank=rank)
@@ -123,7 +123,7 @@ def faults_of(
 
 
 def softmax_shift(case: CaseLike, fault: Fault) -> str:
-    """Why a fault of the maximum inside a softmax changes no result, "" for any other fault. A `subject.harmless` of
+    """Why a fault of the maximum inside a softmax changes no result, "" for any other fault: a `subject.harmless` for
     programs that reduce no other maximum.
 
     exp(x - m) / sum exp(x - m) is the same for any m that all ranks subtract alike, as long as nothing overflows.
@@ -151,7 +151,7 @@ def _of_kind(kind: str, target: Target, axes: Mapping[str, Partition]) -> Iterat
 
 
 def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Partition]:
-    """Name -> groups among which the target's call could be made by mistake: shapes stay right."""
+    """Name -> groups in which the target's call could be made by mistake, with the right shapes."""
     world = sorted({rank for groups in axes.values() for ranks in groups for rank in ranks})
     known = {**axes, "world": (tuple(world),)}
     own, size = known.get(target.axis), target.group_size
@@ -179,5 +179,7 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
 
 
 def _comparable_groups(target: Target, groups: Partition) -> frozenset[object]:
-    """Partitions are distinguished by the order within a group too, but for sums, which are the same in any order."""
+    """Partitions that differ in the order within a group count as different, but not for sums, which do not depend on
+    it.
+    """
     return frozenset(map(frozenset, groups)) if target.op == "all_reduce" else frozenset(groups)

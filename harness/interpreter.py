@@ -1,4 +1,4 @@
-"""A fresh interpreter for a module of ours, which looks for modules where this process does."""
+"""Starts a new interpreter for a module of ours, which searches modules where this process does."""
 
 import gc
 import signal
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 COLLECTED_AFTER = (50_000, 20, 10)
-"""New objects after which Python looks for garbage (gc.set_threshold): the default of 700 costs a proof over 4 %."""
+"""The number of new objects after which Python collects garbage (gc.set_threshold): 700, the default, costs a proof
+over 4 %.
+"""
 _BOOT = """import gc, sys
 gc.disable()
 sys.path[:] = {path!r}
@@ -16,13 +18,15 @@ sys.path[:] = {path!r}
 
 
 def boot() -> str:
-    """First lines of a program for a fresh interpreter. Garbage collection is off: what is loaded next all stays."""
+    """The first lines of a program for a new interpreter. Garbage collection is off, since all that is loaded next
+    stays.
+    """
     return _BOOT.format(path=sys.path)
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """No garbage is looked for in what is made here: it all stays, and looking takes a tenth of an import's time."""
+    """Inside, no garbage is collected: what is made here stays, and collecting takes a tenth of an import's time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -34,9 +38,9 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def turns_of_threads(seconds: float) -> Iterator[None]:
-    """Threads that compute give the interpreter away after this time, not after 5 ms: for one that reads many files.
+    """Inside, threads that compute release the interpreter after this time, not after 5 ms.
 
-    Each reading gives the interpreter away, and gets it back after such a turn.
+    It is for a thread that reads many files: each reading releases the interpreter, and gets it back after such a turn.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
@@ -48,7 +52,7 @@ def turns_of_threads(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def interrupted_after() -> Iterator[None]:
-    """A Ctrl-C in the body raises KeyboardInterrupt after it. Another handler of SIGINT than Python's own stays."""
+    """A Ctrl-C in the body raises KeyboardInterrupt after it. A SIGINT handler that is not Python's own stays."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 AGAIN = "recompute"
-"""The phase of what backward computes again."""
+"""The phase of what backward recomputes."""
 BACKWARD = ("backward", AGAIN)
 PASSES = ("forward", *BACKWARD)
 PHASES = ("data", "forward", "loss", *BACKWARD, "pipeline", "grad_sync", "metric", "step", "checkpoint")
 NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen to change, so all is in step 0"
-"""The doubt of a run whose forwards are micro-batches of one step as far as can be seen."""
+"""The doubt of a run whose forwards look like micro-batches of one step."""
 EITHER_GATHER = "phase: a gather before parameters changed by hand is grad_sync, and may be one of updated parameters"
 NO_PHASE = (
     "the phase of these calls is unknown, so they count as data: no module, backward or optimizer was seen beside "

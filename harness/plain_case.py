@@ -22,15 +22,15 @@ COMMON: Mapping[str, tuple[Word, ...]] = {
     "dtype": ("float64", "float32", "bfloat16", "float16"),
     "seed": (0,),
 }
-"""Words that every case has: the default first, then other legal values where only some are legal."""
+"""Words that every case has: the default first, then other legal values if only some are legal."""
 _AT_MOST: Mapping[str, int] = {**dict.fromkeys((*AXES, *EXPERT_AXES, "steps", "micro"), 2**31 - 1), "seed": 2**64 - 1}
 _LARGEST = 2**63 - 1
-"""Of a subject's own whole numbers, either sign: what an element of a tensor of integers can be."""
+"""The range of a subject's own integers: that of an element of a tensor of integers."""
 _AT_LEAST: Mapping[str, int] = {**dict.fromkeys((*AXES, *EXPERT_AXES), 1), "steps": 1, "micro": 1, "seed": 0}
 
 
 class WordError(ValueError):
-    """A word that no case can have: names the word, the value, the rule and a legal value."""
+    """A word that no case can have. Names the word, the value, the rule and a legal value."""
 
     def __init__(self, key: str, value: object, rule: str, legal: object) -> None:
         super().__init__(f"{key}={_write_value(value)}: {rule}; legal: {legal}")
@@ -40,7 +40,7 @@ class WordError(ValueError):
 class Vocabulary:
     """The words of a subject's cases: word -> values, the default first.
 
-    No other values of `closed` words are legal; any other word takes every value of its type.
+    `closed` words have no other legal values; any other word takes every value of its type.
     """
 
     words: tuple[tuple[str, tuple[Word, ...]], ...]
@@ -50,8 +50,8 @@ class Vocabulary:
     def of(cls, own: Mapping[str, Any]) -> "Vocabulary":
         """The vocabulary of `subject.words`: word -> its default, or a tuple of its legal values, the default first.
 
-        A tuple of one value leaves no other. An own word may be one that every case has, for another default,
-        {"micro": 3}, or for fewer values: {"micro": (1,)}. Raises TypeError for what is no such mapping.
+        A tuple of one value allows no other. A word may be one that every case has, with another default, {"micro": 3},
+        or with fewer values: {"micro": (1,)}. Raises TypeError for anything but such a mapping.
         """
         if not isinstance(own, Mapping):
             raise TypeError(f"words={own!r} must map words to defaults; legal: {_LEGAL}")
@@ -72,7 +72,7 @@ class Vocabulary:
     def parse(self, text: str, shared: Mapping[str, Word] | None = None) -> "PlainCase":
         """The case of a text of `word=value`; later words override earlier ones. Raises WordError.
 
-        Words of another case that are `shared` have its values where the text does not state them, in any dtype.
+        `shared` words have the values of another case where the text does not state them, in any dtype.
         """
         stated = dict(shared or {})
         for word in text.split():
@@ -83,7 +83,7 @@ class Vocabulary:
         return self.case(stated, any_dtype=shared is not None)
 
     def case(self, stated: Mapping[str, Word], *, any_dtype: bool = False) -> "PlainCase":
-        """The case with these words, and the defaults of all others; `any_dtype`: in a dtype that no word allows too.
+        """The case with these words, and the defaults of all others; `any_dtype`: also in a dtype that no word allows.
 
         Raises WordError.
         """
@@ -102,7 +102,7 @@ class Vocabulary:
         return made
 
     def foreign(self, key: str, value: Word) -> WordError:
-        """The error of a value that is none of those of its word."""
+        """The error of a value that its word does not allow."""
         return WordError(key, value, "is none of its values", "|".join(map(_write_value, dict(self.words)[key])))
 
     def _read_word(self, key: str, text: str) -> Word:
@@ -128,7 +128,7 @@ class PlainCase:
     values: tuple[tuple[str, Word], ...]
 
     def __getattr__(self, name: str) -> Any:
-        """The value of a word. Raises AttributeError with the words that there are."""
+        """The value of a word. Raises AttributeError with the words that exist."""
         if name.startswith("_") or name in ("vocabulary", "values"):
             raise AttributeError(name)
         values = dict(self.values)
@@ -138,7 +138,7 @@ class PlainCase:
 
     @property
     def mode(self) -> str:
-        """The word `mode` where the subject has one, else the axes of more than one rank: "tp", "dp+tp", "one"."""
+        """The word `mode` if the subject has one, else the axes of more than one rank: "tp", "dp+tp", "one"."""
         values = dict(self.values)
         if "mode" in values:
             return str(values["mode"])
@@ -166,12 +166,12 @@ class PlainCase:
 
     @property
     def world_size(self) -> int:
-        """Ranks: the product of all axes but those of experts, which lie on the same ranks."""
+        """The number of ranks: the product of all axes but those of experts, which have the same ranks."""
         return math.prod(self._dense_sizes.values())
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Mesh axis -> ranks in each of its groups, fastest axis first; then those of experts, where it has any."""
+        """Mesh axis -> ranks in each of its groups, fastest axis first; then those of experts, if there are any."""
         return {**self._dense_sizes, **self._expert_sizes}
 
     @property
@@ -214,7 +214,7 @@ class PlainCase:
         return found
 
     def require_expert_axes(self) -> None:
-        """Raises WordError where experts do not lie evenly on the ranks of a stage."""
+        """Raises WordError if experts cannot be split evenly over the ranks of a stage."""
         stage = self.world_size // self._dense_sizes[PIPELINE]
         for axis, size in self._expert_sizes.items():
             if axis != "edp" and stage % size:
@@ -224,15 +224,15 @@ class PlainCase:
     def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
         """The numbers of the samples in a micro-batch of `batch` samples on a data rank; no number occurs twice.
 
-        The same samples make up a step for every factorisation of the same dp * micro. Data drawn from these numbers
-        alone are the same global batch with one rank (truth = "alone") as with many.
+        The same samples make up a step for every factorisation of dp * micro. Data drawn from these numbers alone are
+        the same global batch with one rank (truth = "alone") as with many.
         """
         number = (step * self.micro + micro) * self.axis_sizes["dp"] + dp_rank
         return range(number * batch, (number + 1) * batch)
 
     @property
     def defaults(self) -> dict[str, Word]:
-        """Every word and its value where a case does not say it."""
+        """Every word and its default."""
         return {key: legal[0] for key, legal in self.vocabulary.words}
 
     def words(self) -> dict[str, Word]:
@@ -247,7 +247,7 @@ class PlainCase:
     def but(self, **words: Word) -> "PlainCase":
         """This case with some words changed. Raises WordError for a word or a value that no case of the subject has.
 
-        In any dtype: the truth is computed in float64 whatever dtypes the subject takes (`harness.subject.refusal`).
+        In any dtype: the truth is computed in float64, whatever dtypes the subject takes (`harness.subject.refusal`).
         """
         return self.vocabulary.case({**dict(self.values), **words}, any_dtype=True)
 

@@ -1,7 +1,7 @@
 """Types that the harness needs of a case, a subject, a shard and an expectation: protocols, so no subject imports us.
 
-Third parties and our own `parallel` satisfy these by shape alone. A Shard is the one class here: a rank's block of a
-full tensor, as a subject returns it. Users import it from `shardproof`.
+Third parties and our own `parallel` satisfy these by structure. A Shard is the only class: a rank's block of a full
+tensor, as a subject returns it. Users import it from `shardproof`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,7 +99,7 @@ class PipelineLike(Protocol):
 
     @property
     def layers(self) -> Sequence[int]:
-        """The layers of every stage, all chunks together."""
+        """The layers of every stage, over all its chunks."""
         ...
 
     @property
@@ -109,21 +109,21 @@ class PipelineLike(Protocol):
 
     @property
     def alike(self) -> Sequence[int]:
-        """Stage -> the first stage that has as many layers and the same ends of the model."""
+        """Stage -> the first stage with as many layers and the same ends of the model."""
         ...
 
     @property
     def programs(self) -> Sequence[Sequence[Sequence[ActionLike]]]:
-        """Programs of all stages in a step: one computation, or the messages of one batch, after the other."""
+        """For every stage, its program of a step: computations, and the messages of one batch, one after the other."""
         ...
 
     @property
     def bubble_stated(self) -> float | None:
-        """Closed form of the share of time in which stages wait, None where none is known."""
+        """The share of time in which stages wait, in closed form; None if none is known."""
         ...
 
     def sample(self, depth: int | None) -> CaseLike:
-        """A step of few micro-batches, three where the case has as many; with `depth` layers in every chunk."""
+        """A step of few micro-batches, three if the case has as many; with `depth` layers in every chunk."""
         ...
 
 
@@ -152,13 +152,13 @@ class Subject(Protocol):
 
 
 def without_saving(case: CaseLike) -> dict[str, Any]:
-    """The words with which another run of a case leaves alone the checkpoint that this one saves; none without one."""
+    """Words with which another run of a case leaves the checkpoint of this one untouched; empty if it saves none."""
     nothing = getattr(case, "defaults", {}).get("save", "")
     return {"save": nothing} if getattr(case, "save", nothing) != nothing else {}
 
 
 def case_text(case: CaseLike) -> str:
-    """The case's one line; never empty, so that it can stand in a table and behind `shardproof run`."""
+    """The case's one line; never empty, so that it can stand in a table and after `shardproof run`."""
     return str(case) or f"mode={case.mode}"
 
 

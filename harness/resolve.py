@@ -1,6 +1,6 @@
-"""Names to objects: "module:object" as users write it, each way to get it wrong with one message.
+"""Names to objects: "module:object" as users write it, with one message for each way to get it wrong.
 
-Our own subjects enter by this door too, so that the harness imports neither the reference nor any implementation.
+Our own subjects are found in the same way, so that the harness imports neither the reference nor any implementation.
 """
 
 import ast
@@ -15,9 +15,9 @@ from shardproof.harness.errors import RequestError, error_text, install_text
 
 _EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
 _MOST = 6
-"""Names of a file that a message lists."""
+"""The most names of a file that a message lists."""
 _OF_SUBJECTS = ("truth", "words", "cases")
-"""Attributes of which a subject of a user's own has one."""
+"""Attributes that show that an object is meant as a subject: it has at least one."""
 _ARGUMENTS = 2
 """A subject takes a case and a device."""
 
@@ -44,7 +44,7 @@ def resolve(name: str) -> object:
 
 
 def _why_misspelt(module_name: str, path: str, colon: str = ":") -> str:
-    """Why this is no name of an object, with what to type; "" where it is one. Nothing is imported."""
+    """Why this is no name of an object, with what to type; "" if it is one. Nothing is imported."""
     if module_name.endswith(".py"):
         return _of_file(Path(module_name), path)
     for part in module_name.split("."):
@@ -77,7 +77,7 @@ def _of_file(file: Path, path: str) -> str:
 
 
 def _list_callables(file: Path) -> list[str]:
-    """The names that a file seems to define for use as a subject, likely ones first: read and not run."""
+    """The names that a file seems to define for use as a subject, likely ones first. The file is read, not run."""
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
@@ -96,7 +96,7 @@ def _list_callables(file: Path) -> list[str]:
 
 
 def _propose_alternative(target: object, part: str, module_name: str) -> str:
-    """A name that would have been legal: one of the module's own that is close, else a subject, else any of these."""
+    """A legal name: a similar one of the module, else a subject, else any of these."""
     words = {word: getattr(target, word) for word in dir(target) if not word.startswith("_")}
     own = [
         word
@@ -122,10 +122,10 @@ def _import_module(name: str, module_name: str) -> ModuleType:
         raise RequestError(f"name {name!r}: {module_name} fails on import: {why}") from problem
     except KeyboardInterrupt:
         raise
-    except BaseException as problem:  # whatever a user's module raises while it is imported, sys.exit too
+    except BaseException as problem:  # importing a user's module may raise anything, sys.exit too
         raise RequestError(f"name {name!r}: {module_name} fails on import: {error_text(problem)}") from problem
 
 
 def _is_missing(problem: ModuleNotFoundError, module_name: str) -> bool:
-    """Whether it is this module that is missing, or a package of it."""
+    """Whether this module is missing, or a package that contains it."""
     return f"{module_name}.".startswith(f"{problem.name}.")

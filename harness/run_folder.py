@@ -1,4 +1,4 @@
-"""A run folder, `<out>/<time>-<name>`, to which `<out>/latest` leads."""
+"""A run folder, `<out>/<time>-<name>`, to which the link `<out>/latest` leads."""
 
 import csv
 import datetime
@@ -12,14 +12,14 @@ from pathlib import Path
 from shardproof.harness.errors import MachineError, RequestError
 
 LAYOUT = 3
-"""Number of the layout of a run folder, in its env.json: a reader refuses folders of another one."""
+"""The layout number of a run folder, in its env.json. A reader refuses folders with another one."""
 _RUNS_A_SECOND = 1000
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Errors of a disk that is full, for this user too, or broken."""
+"""Errors of a disk that is full, or broken."""
 
 
 def new_run_folder(out: Path, name: str) -> Path:
-    """A folder that did not exist before: a second run of the same second gets a number. Raises RequestError.
+    """A new folder: a second run within a second gets a number. Raises RequestError.
 
     A new `out` gets a `.gitignore`, so that runs stay out of the user's repository.
     """
@@ -38,7 +38,7 @@ def new_run_folder(out: Path, name: str) -> Path:
 
 
 def link_latest(folder: Path) -> str:
-    """Point `latest` to the folder in one step. Returns why not, where a place has no links: the run is not lost."""
+    """Point `latest` to the folder atomically. Returns why not, if the file system has no links: that loses no run."""
     latest, fresh = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     try:
         fresh.symlink_to(folder.name, target_is_directory=True)
@@ -56,9 +56,9 @@ def safe_name(name: str) -> str:
 
 @contextmanager
 def guard_writing(out: Path) -> Iterator[None]:
-    """Write the run folder inside. Raises RequestError with the folder and the reason where that cannot be.
+    """Write the run folder inside. Raises RequestError with the folder and the reason if that is impossible.
 
-    A disk that is full, or fails, is the machine's failure: MachineError.
+    A disk that is full, or fails, is a failure of the machine: MachineError.
     """
     try:
         yield

@@ -47,7 +47,7 @@ class EventKey:
 FIELDS = tuple(field.name for field in fields(EventKey))
 _FIELDS = attrgetter(*FIELDS)
 _NUMBERS = {"group_size": 1, "payload_bytes": 0, "calls": 0, "total_bytes": 0}
-"""Fields that are whole numbers -> the least."""
+"""Fields that are integers -> the smallest value."""
 CARRIERS = ("c10d", "user_buffer", "deep_ep", "replay")
 """Carriers of a call: torch.distributed, the one that a recorder sees; copies between user buffers inside of a
 product (TransformerEngine's tp_comm_overlap). Then DeepEP's kernels, and replays of CUDA graphs that C++ launches.
@@ -58,13 +58,13 @@ _WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS, "carrier": CARRIE
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Term:
-    """Calls that every rank issues over the whole run; fields as in the ledger, None where any value will do.
+    """Calls that every rank issues over the whole run; fields as in the ledger, None for any value.
 
-    `at` maps mesh axes to places on them: the term holds for the ranks at these places alone, such as those of one
-    pipeline stage. Without places it holds for every rank. `payload_bytes` is that of each call, `total_bytes` the sum
-    over all calls; `calls` None: any number of them. `hidden`: each travels while a product is computed, which lies
-    between its issue and its wait. `carrier`: one of CARRIERS; calls that no recorder sees are reported as not checked,
-    and are never missing. Raises ValueError or TypeError for a field that no call can have, and when nothing is stated.
+    `at` maps mesh axes to coordinates: the term holds for the ranks at these alone, such as those of one pipeline
+    stage. Without any it holds for every rank. `payload_bytes` is that of each call, `total_bytes` the sum over all
+    calls; `calls` None: any number of them. `hidden`: a product is computed between the issue and the wait of each
+    call. `carrier`: one of CARRIERS; calls that no recorder sees are reported as not checked, and are never missing.
+    Raises ValueError or TypeError for a field that no call can have, and if nothing is stated.
     """
 
     phase: str | None = None
@@ -107,12 +107,12 @@ class Term:
 
     @property
     def stated(self) -> tuple[str, ...]:
-        """The names of the fields that are not left out, `hidden` aside."""
+        """The names of the stated fields, without `hidden`."""
         return tuple(name for name in (*FIELDS, "calls", "total_bytes") if getattr(self, name) is not None)
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Fields that this term does not compare; a sum of bytes stands for those of each call."""
+        """Fields that this term does not compare. A sum of bytes stands for those of each call."""
         names = [name for name in (*FIELDS, "calls") if getattr(self, name) is None]
         return tuple(name for name in names if name != "payload_bytes" or self.total_bytes is None)
 
@@ -126,7 +126,7 @@ class Term:
         return replace(self, calls=calls, total_bytes=None if self.total_bytes is None else self.total_bytes * count)
 
     def __repr__(self) -> str:
-        """The call that makes this term, without what it leaves out."""
+        """The call of this term, without the fields that it leaves out."""
         words = [f"{name}={json.dumps(getattr(self, name))}" for name in self.stated]
         words += [f"carrier={json.dumps(self.carrier)}"] if self.carrier != CARRIERS[0] else []
         words += [f"at={json.dumps(dict(self.at))}"] if self.at else []
@@ -135,13 +135,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedForm:
-    """Terms, those of equal fields added up: the calls of complete ones by what they count, and the other terms."""
+    """Terms, with equal ones added up: the calls of complete ones by their keys, and the other terms."""
 
     complete: Counter[EventKey]
     partial: tuple[Term, ...]
 
     def find_counting_terms(self, line: EventKey) -> list[EventKey | Term]:
-        """Keys and terms that count this event: its own key when a complete term states it, and partial terms."""
+        """Keys and terms that count this event: its own key if a complete term states it, and partial terms."""
         own: list[EventKey | Term] = [line] if line in self.complete else []
         return own + [term for term in self.partial if term.matches(line)]
 
@@ -159,7 +159,7 @@ def select_unseen_terms(terms: Iterable[TermLike]) -> list[Term]:
 def closed_forms(terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) -> dict[int, ClosedForm]:
     """The closed form of each of these ranks: the terms that hold at its coordinates.
 
-    Raises ValueError for a term at an axis that is none of these.
+    Raises ValueError for a term at an axis that does not exist.
     """
     made: dict[tuple[bool, ...], ClosedForm] = {}
     every, found = tuple(terms), {}
@@ -173,7 +173,7 @@ def closed_forms(terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) ->
 
 
 def as_stated(events: Iterable[Event], terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) -> bool:
-    """Whether these ranks issued exactly the calls of these terms, and each of them states every field."""
+    """Whether these ranks issued exactly the calls of these terms, and each of these states every field."""
     lines: dict[int, Counter[EventKey]] = {rank: Counter() for rank in ranks}
     for event in events:
         lines.setdefault(event.rank, Counter())[key_of(event)] += 1
@@ -182,7 +182,7 @@ def as_stated(events: Iterable[Event], terms: Iterable[TermLike], ranks: Iterabl
 
 
 def _holds(at: Mapping[str, int], own: Mapping[str, set[int]]) -> bool:
-    """Whether a rank is at these places, given all of its own."""
+    """Whether a rank with these coordinates is one of those for which a term holds."""
     for axis, place in at.items():
         if axis not in own:
             raise ValueError(f"at={dict(at)}: {axis} is no axis of the case's mesh; legal: {', '.join(own) or 'none'}")
@@ -192,7 +192,7 @@ def _holds(at: Mapping[str, int], own: Mapping[str, set[int]]) -> bool:
 
 
 def closed_form(terms: Iterable[TermLike]) -> ClosedForm:
-    """These terms of one rank, taken apart."""
+    """The closed form of one rank from its terms."""
     complete: Counter[EventKey] = Counter()
     partial: dict[tuple[object, ...], Term] = {}
     for term in terms:
@@ -205,7 +205,7 @@ def closed_form(terms: Iterable[TermLike]) -> ClosedForm:
 
 
 def _add_terms(one: Term, other: Term) -> Term:
-    """Both as one term; a number that only one of them states is that of both."""
+    """Both as one term. A number that only one of them states is that of both."""
 
     def both(mine: int | None, theirs: int | None) -> int | None:
         return theirs if mine is None else mine if theirs is None else mine + theirs

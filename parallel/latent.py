@@ -48,7 +48,7 @@ from shardproof.reference.model.parameters import dtype_of, shapes
 
 
 class Duplicated(nn.Module):
-    """A linear that is whole on every rank, of the tokens that the rank has."""
+    """A linear with its whole weight on every rank; it is applied to the tokens that the rank has."""
 
     def __init__(self, shape: tuple[int, ...], *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LatentAttention(Attention):
         return q.unflatten(-1, (-1, dim)), k, v
 
     def _enter_latent(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """The latent of keys and values as hidden states lie, and the rotary keys of all tokens."""
+        """The latent of keys and values, split as hidden states are, and the rotary keys of all tokens."""
         latent, turned = joined.split((joined.shape[-1] - self.rotary, self.rotary), -1)
         axis, dim = self.region.axis, self.region.sequence_dim
         if self.columns or dim is None:
@@ -100,7 +100,7 @@ class LatentAttention(Attention):
         return latent, pairs.gather_from_sequence(turned, axis, dim=dim)
 
     def _own_tokens(self, latent: Tensor) -> Tensor:
-        """A latent of the tokens that hidden states have here."""
+        """A latent of the tokens whose hidden states are here."""
         if not self.columns or self.region.sequence_dim is None:
             return latent
         return pairs.scatter_to_sequence(latent, self.region.axis, dim=self.region.sequence_dim)
@@ -114,7 +114,7 @@ _JOINED, _ROTARY = "slice_tokens * (kv_lora_rank + qk_rope_dim)", "slice_tokens 
 
 
 def apply(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy with latent attention in every layer; itself without."""
+    """The strategy with latent attention in every layer; unchanged if the case has none."""
     if not case.kv_lora_rank:
         return strategy
     columns, split = case.latent_down == "column", case.system.sequence
@@ -132,7 +132,7 @@ def apply(strategy: Strategy, case: Case) -> Strategy:
         if leaf not in _LATENTS:
             return strategy.activation(case, module)
         place = strategy.activation(case, "embedding")
-        assert place is not None  # every mode states where hidden states lie
+        assert place is not None  # every mode says how hidden states lie
         width = shapes(case)[f"{module}.weight"][0]
         whole = columns and leaf in _DOWN
         cuts = tuple(cut for cut in place.cuts if not (whole and cut.axis == "tp"))
@@ -149,7 +149,7 @@ def apply(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _leaf(name: str) -> str:
-    """The last part of a parameter's module."""
+    """The last part of the name of a parameter's module."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
@@ -221,5 +221,5 @@ def _rows(*, columns: bool, split: bool) -> Iterator[CallRow]:
 
 
 def _down(leaves: Sequence[str], case: Case) -> Iterator[str]:
-    """The projections to latents of these names."""
+    """The dotted names of these projections to latents."""
     return (name.removesuffix(".weight") for name in shapes(case) if _leaf(name) in leaves and name.endswith("weight"))

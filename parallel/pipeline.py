@@ -48,7 +48,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
 BACK = "pp_back"
-"""Name in the mesh of the pipeline's group for gradients, where activations have another."""
+"""The mesh's name of the pipeline's group for gradients, if activations have another."""
 _RECEIVED = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _BACK = (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
 
@@ -60,7 +60,7 @@ def message_shape(case: Case, *, sequence_dim: int) -> tuple[int, ...]:
 
 
 def with_channels(rank: Rank) -> Rank:
-    """The rank with the group for gradients in its mesh, where its schedule needs one; every rank must call this."""
+    """The rank with a group for gradients in its mesh, if its schedule needs one; every rank must call this."""
     if groups_between(pipeline_of(rank.case)) == 1:
         return rank
     mesh, axis = rank.mesh, rank.mesh.axis("pp")
@@ -69,7 +69,7 @@ def with_channels(rank: Rank) -> Rank:
 
 
 def as_scheduled(rank: Rank, step: int, by: "type[StageRun] | None" = None) -> Scheduled:
-    """All micro-batches of a step in the order of the schedule; `by` is a subclass of `StageRun` to run instead."""
+    """All micro-batches of a step in the order of the schedule; `by` may be a subclass of `StageRun`."""
     axis = rank.mesh.axis("pp")
     pipeline, run = pipeline_of(rank.case), (by or StageRun)(rank, step)
     for together in program(pipeline, axis.rank):
@@ -85,7 +85,7 @@ def as_scheduled(rank: Rank, step: int, by: "type[StageRun] | None" = None) -> S
 
 
 class StageRun(MicroBatches):
-    """The micro-batches of a rank's stages, with the tensors that come in and go out, by micro-batch and stage."""
+    """The micro-batches of a rank's stages. Tensors that come in and go out are kept by micro-batch and stage."""
 
     def __init__(self, rank: Rank, step: int) -> None:
         super().__init__(rank, step)
@@ -115,7 +115,7 @@ class StageRun(MicroBatches):
             work.wait()
 
     def _receive_buffer(self, message: Action) -> Tensor:
-        """An empty tensor for what comes, kept for the computation that needs it."""
+        """An empty tensor for a message; it is kept for the computation that needs it."""
         rank, forward = self.rank, message.kind is Kind.RECV_FORWARD
         shape = message_shape(rank.case, sequence_dim=rank.strategy.sequence_dim)
         tensor = torch.empty(shape, dtype=dtype_of(rank.case), device=rank.device, requires_grad=forward)
@@ -133,7 +133,7 @@ class StageRun(MicroBatches):
 
 
 def apply(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy on the stages of this case's pipeline; itself on one stage."""
+    """The strategy with the stages of this case's pipeline; unchanged on one stage."""
     if not case.pipeline_axes:
         return strategy
 
@@ -162,7 +162,9 @@ def apply(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _messages(case: Case) -> Iterator[CallRow]:
-    """Activations go on and gradients back, over every border of two stages; split ones each rank's part of them."""
+    """Activations are sent on and gradients back, across every border of two stages. If they are split, each rank sends
+    its part.
+    """
     elements = "slice_tokens // tp * hidden" if case.system.sequence else ACTIVATION
     for op, when, why in (
         ("send", "not last", "activations to the next stage"),
@@ -174,7 +176,9 @@ def _messages(case: Case) -> Iterator[CallRow]:
 
 
 def _on_stages(place: Placement, ranks: Sequence[Sequence[Stage]], name: str) -> Placement:
-    """A parameter's placement where only some ranks hold it, each of them all that the others' cuts leave."""
+    """The placement of a parameter that only some ranks of a pipeline hold. The cuts of the other
+    axes apply to it too.
+    """
     whole = range(place.shape[0])
     parts = tuple((whole,) if any(stage.holds(name) for stage in own) else () for own in ranks)
     return replace(place, cuts=(Cut(axis="pp", held=parts), *place.cuts))
@@ -204,7 +208,7 @@ class CasePipeline:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Rank -> the first rank that has as many layers of every kind and the same ends of the model."""
+        """Rank -> the first rank that has as many layers of every kind, and the same ends of the model."""
         ranks = stages_by_rank(self.case)
         kinds = [[(stage.first, stage.last, self._kinds(stage)) for stage in own] for own in ranks]
         return tuple(kinds.index(kind) for kind in kinds)
@@ -213,7 +217,7 @@ class CasePipeline:
         return [{kind for stage in own for kind in self._kinds(stage)} for own in stages_by_rank(self.case)]
 
     def _kinds(self, stage: Stage) -> list[tuple[str, ...]]:
-        """Kinds of branches in the place of attention and MLP in each of its layers."""
+        """The kinds of branches that replace attention and MLP in each of its layers."""
         return [tuple(sorted(self.case.replaced_branches(layer).values())) for layer in stage.layers]
 
     @property
@@ -223,7 +227,7 @@ class CasePipeline:
 
     @property
     def bubble_stated(self) -> float | None:
-        """Closed form of the share of time in which stages wait, None where none is known."""
+        """The closed form of the share of time in which stages wait, None if none is known."""
         stated = bubble_closed_form(pipeline_of(self.case))
         return None if stated is None else float(stated)
 

@@ -58,9 +58,9 @@ from shardproof.reference.model.parameters import dtype_of
 
 
 def shift_batch(batch: Delivered, places: int) -> Delivered:
-    """Every token, label and position from `depth` places on in its document, and the mask of the label.
+    """Every token, label and position from `depth` places later in its document, and the mask of the label.
 
-    Where the document has ended token and position are 0, the label is IGNORED and the mask 0.
+    Behind the document's end token and position are 0, the label is IGNORED and the mask 0.
     """
     inside = _ahead(batch.positions, places, filled=-1) == batch.positions + places
 
@@ -81,9 +81,10 @@ def _ahead(x_BS: Tensor, places: int, filled: int) -> Tensor:
 
 
 def counts(rank: Rank, step: int) -> Tensor:
-    """Tokens of a step that count, float64 [1 + depths], of the main loss and of every depth, on all data ranks.
+    """The number of tokens that count in a step, float64 [1 + depths]: of the main loss and of every depth, on all data
+    ranks.
 
-    The ranks that read micro-batches read those of their data rank; the other ranks of tp receive them.
+    The ranks that read micro-batches count for their data rank; the other ranks of tp receive the numbers.
     """
     case, mesh = rank.case, rank.mesh
     total = torch.zeros(1 + case.prediction_depth, dtype=torch.float64, device=rank.device)
@@ -99,7 +100,7 @@ def counts(rank: Rank, step: int) -> Tensor:
 
 
 class Projection(ColumnLinear):
-    """A column linear whose features are gathered, and whose output lies as hidden states do."""
+    """A column linear whose features are gathered; its output is laid out as hidden states are."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., .., 2 * hidden] -> hidden states."""
@@ -130,7 +131,7 @@ class Depth(nn.Module):
 
 
 class Depths(nn.Module):
-    """All depths. `factors` [depths] are what their summed losses are multiplied with in this step."""
+    """All depths. Their summed losses are multiplied by `factors` [depths] in this step."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ _EVERY_DEPTH = " * prediction_depth"
 
 
 def apply(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy with the depths of this case behind its head; itself without any."""
+    """The strategy with the depths of this case behind its head; unchanged without any."""
     if not case.prediction_depth:
         return strategy
 
@@ -209,7 +210,7 @@ def _parts(strategy: Strategy, case: Case, mesh: Mesh, device: torch.device) -> 
         return Depths([depth(name, layer) for name in _depths(case)], parts.loss, strategy.laid_out, parts.terms)
 
     def local(batch: Delivered) -> Delivered:
-        both = batch.tokens.numel() and batch.labels.numel()  # only the stage that predicts is sent both
+        both = batch.tokens.numel() and batch.labels.numel()  # only the stage that predicts gets both
         ahead = [shift_batch(batch, depth + 1) for depth in range(case.prediction_depth)] if both else []
         return replace(parts.local(batch), ahead=tuple(parts.local(one) for one in ahead))
 
@@ -219,7 +220,7 @@ def _parts(strategy: Strategy, case: Case, mesh: Mesh, device: torch.device) -> 
 def _weigh(rank: Rank, step: int) -> None:
     """Count the tokens of a step where its loss is computed.
 
-    Depth k weighs weight / D * N / N_k, as the step divides by N.
+    Depth k has the weight weight / D * N / N_k, because the step divides by N.
     """
     stage, model = rank.chunks[-1]
     if not stage.last:

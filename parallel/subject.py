@@ -47,7 +47,7 @@ from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import declared_words, not_default
 
 SCHEMES: dict[str, Strategy] = {}
-"""Value of `mode=` -> the strategy that the other schemes build on, of the modes that were used so far."""
+"""Value of `mode=` -> the strategy on which the other schemes build; filled with the modes that were used so far."""
 HERE = Path(__file__).parent
 Applied = Callable[[Strategy, Case], Strategy]
 
@@ -66,7 +66,7 @@ def _module(name: str) -> Any:
 
 
 def _import_here(name: str) -> Any:
-    """The statement's own function: in a copy with a planted bug it imports of the copy."""
+    """Import a module from here: in a copy of this package with a planted bug, the copy's own module."""
     return __import__(name, fromlist=["*"])
 
 
@@ -84,7 +84,7 @@ def _features(case: Case) -> Iterator[Applied]:
 
 
 def strategy_of(case: Case) -> Strategy:
-    """Strategy that mode and features of this case decide together."""
+    """The strategy that a case's mode and features decide together."""
     return _compose(scheme_of(case.mode), case)
 
 
@@ -114,7 +114,9 @@ if TYPE_CHECKING:
     from shardproof.parallel.pipeline import CasePipeline
 
 _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
-"""(op, reduce op, phase, number): the maxima that are only subtracted. The metric's first also says what is right."""
+"""(op, reduce op, phase, number) of the maxima that are only subtracted. The first maximum of the metric also decides
+what is right.
+"""
 
 _PLANTING = threading.Lock()
 
@@ -122,7 +124,7 @@ _PLANTING = threading.Lock()
 def _with_variant(variant: str) -> Any:
     """The subject with a bug of `bugs/variants.txt`, planted in a second copy of this package once a process.
 
-    The closed form stays that of the right mathematics. Ranks that are threads wait for the first of them.
+    The closed form stays the right one. Ranks that are threads wait until the first of them has planted it.
     """
     with _PLANTING:
         return _plant(variant)
@@ -138,7 +140,7 @@ class ParallelSubject:
     """The implementation under test, for every scheme."""
 
     only: tuple[str, ...] = ()
-    """Some of the modes; none: all of them."""
+    """Only these modes; all of them if none is named."""
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -162,7 +164,7 @@ class ParallelSubject:
         return ""
 
     def features(self, case: Case) -> tuple[str, ...]:
-        """The mode of a case, and every feature of which it has a word that is not the default."""
+        """The mode of a case, and every feature with a word that is not at its default."""
         own = (
             name
             for name, feature in FEATURES.items()
@@ -177,7 +179,7 @@ class ParallelSubject:
     def beside(self, case: Case) -> Iterable[tuple[str, str]]:
         """Counts and calls of Megatron itself beside this closed form.
 
-        Modes of other systems have none, nor have several pipeline stages, whose ranks differ.
+        There are none for modes of other systems, nor for several pipeline stages, whose ranks differ.
         """
         if MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()

@@ -54,7 +54,7 @@ def sum_gradients(gradients: Iterable[Tensor], axis: Axis) -> None:
 
 
 def sum_scalars(loss: Tensor, tokens: Tensor, axes: Iterable[Axis]) -> tuple[Tensor, Tensor]:
-    """Loss sum and token count of all ranks with other data, as float64 scalars."""
+    """Loss sum and token count over all ranks with other data, as float64 scalars."""
     pair = torch.stack([loss.double(), tokens.double()])
     for axis in axes:
         pair = all_reduce(pair, axis)
@@ -66,14 +66,14 @@ def norm(
 ) -> Tensor:
     """The L2 norm of the full gradients, a scalar of `dtype`: every element counts once.
 
-    A gradient counts on every rank of an axis that it is split over, and on the first rank only of each of the others.
+    A gradient counts on every rank of an axis that splits it, and only on the first rank of every other axis.
     """
 
     def counts(name: str) -> bool:
         return all(axis.name in places[name].axes or axis.rank == 0 for axis in axes)
 
     squares = [gradient.to(dtype).square().sum() for name, gradient in gradients.items() if counts(name)]
-    if not squares:  # a rank may hold nothing but copies of others' gradients
+    if not squares:  # a rank may hold nothing but copies of other ranks' gradients
         squares = [next(iter(gradients.values())).new_zeros((), dtype=dtype)]
     total = torch.stack(squares).sum()
     for axis in axes:
@@ -82,7 +82,7 @@ def norm(
 
 
 def clip(gradients: Iterable[Tensor], total: Tensor, largest: float) -> None:
-    """Scale all gradients in place by min(1, largest / (total + 1e-6)); `largest` 0 switches clipping off."""
+    """Scale all gradients in place by min(1, largest / (total + 1e-6)); 0 for `largest` turns clipping off."""
     if largest > 0:
         factor = (largest / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
@@ -90,14 +90,14 @@ def clip(gradients: Iterable[Tensor], total: Tensor, largest: float) -> None:
 
 
 LARGEST_LOGITS = 2**24
-"""Elements of the full logits of one step above which an outcome leaves them out."""
+"""An outcome leaves out the logits of a step with more elements than this."""
 _WEIGHT_DECAY = 0.01
 
 
 class MicroBatches:
-    """The micro-batches of a rank in a step: the forward of each, and what the last stage sums over them.
+    """The micro-batches of a rank in a step: each one's forward, and the sums of the last stage over them.
 
-    Without a pipeline the one stage is the whole model, the first and the last.
+    Without a pipeline the one stage is the whole model, both first and last.
     """
 
     def __init__(self, rank: Rank, step: int) -> None:
@@ -140,7 +140,7 @@ class MicroBatches:
     def _logits(self, micro: int, logits: Tensor) -> tuple[Box, ...]:
         rank, case = self.rank, self.rank.case
         place = rank.strategy.activation(case, "head")
-        assert place is not None  # every mode states where logits lie
+        assert place is not None  # every mode says how logits lie
         first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
         boxes = rank.boxes(rank.strategy.laid_out(logits), place)
         return rows(boxes, first=first, total=case.dp * case.micro * case.rows)
@@ -155,7 +155,7 @@ def run_micro_batches(rank: Rank, step: int) -> Scheduled:
 
 
 def sum_over_data(rank: Rank) -> None:
-    """The sums of all gradients over the data axes, in one flat call each."""
+    """Sum all gradients over the data axes, in one flat call each."""
     mesh, gradients = rank.mesh, rank.step.partial(rank)
     for axis in rank.strategy.data_axes:
         sum_gradients(gradients.values(), mesh.axis(axis))
@@ -175,7 +175,7 @@ def total_norm(rank: Rank) -> Tensor:
     axes = [rank.mesh.axis(axis) for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes)]
     gradients = rank.gradients()
     if rank.chunks[-1][0].copies_table:
-        del gradients[TABLE]  # it counts on the first stage
+        del gradients[TABLE]  # it counts on the first stage only
     return norm(gradients, rank.updated_places, axes, wide(dtype_of(rank.case)))
 
 
@@ -204,7 +204,9 @@ PLAIN = Step(
     afterwards=_do_nothing,
     beside=lambda _rank, _step: {},
 )
-"""Every micro-batch after the other, one flat call for the data axes, the case's optimizer over the parameters."""
+"""The plain step: one micro-batch after the other, one flat call a data axis, the case's optimizer
+over the parameters.
+"""
 
 
 def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> dict[str, Value]:
@@ -230,18 +232,18 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
             skipped = torch.tensor(0 if norm is not None else 1)
             outcome |= {f"loss_scale/{step}": torch.tensor(scale), f"skipped/{step}": skipped}
         if norm is None:
-            optimizer.zero_grad()  # it leaves alone what has no gradient
+            optimizer.zero_grad()  # it skips what has no gradient
         else:
             outcome[f"grad_norm/{step}"] = norm
             if step == 0 and rank.has_numbers:
-                kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # nothing changes them any more
+                kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # nothing changes these any more
                 outcome |= {f"grad/{name}": rank.value(kept(grad), places[name]) for name, grad in gradients.items()}
             clip(gradients.values(), norm, case.clip)
         optimizer.step()
         rank.step.afterwards(rank)
         if rank.has_numbers:
             outcome |= {**_state_after(rank, step, optimizer), **rank.step.beside(rank, step)}
-        del gradients  # or they would stand beside those of the next step
+        del gradients  # otherwise they would be alive beside those of the next step
     if rank.metric is not None:
         outcome |= _metrics(rank, rank.metric)
     outcome |= rank.dropout.masks()
@@ -266,11 +268,12 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     with torch.no_grad():
         for name, parameter in parameters.items() if device.type != "meta" else ():
             if case.load:
-                parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
+                parameter.fill_(math.nan)  # until `load`, which does not read as the dense model does
             else:
                 parameter.copy_(initial_value(case, name, places[name], mesh.coordinates, streams))
     if case.init == "shard" and continues_streams(mesh.coordinates) and MODES[case.mode].system == "Megatron-Core":
-        dropout.streams.load_state_dict(streams.state_dict())  # they go on; other context ranks have seeds of their own
+        # The streams of initial values continue as those of dropout; other context ranks have seeds of their own.
+        dropout.streams.load_state_dict(streams.state_dict())
     rank = Rank(
         case=case,
         strategy=strategy,
@@ -292,9 +295,11 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
 
 
 def _place(case: Case, strategy: Strategy, module: str) -> Placement:
-    """The placement of what dropout reads, a module's output or attention probabilities, for a data rank's rows."""
+    """The placement, for a data rank's rows, of the tensor that dropout reads: a module's output or
+    attention's shares.
+    """
     place = strategy.shares(case) if module == SHARES else strategy.activation(case, module)
-    assert place is not None  # every mode states where hidden states lie
+    assert place is not None  # every mode says how hidden states lie
     return place
 
 
@@ -306,7 +311,9 @@ def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:
 
 
 def _state_after(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dict[str, Value]:
-    """State after this step: parameters as they lie, and the optimizer's states as the tensors lie that it steps."""
+    """The state after this step: parameters as they lie, and the optimizer's states, which lie as the tensors that it
+    steps.
+    """
     return {
         state: rank.value(tensor, (rank.places if state.startswith("param_") else rank.updated_places)[name])
         for state, name, tensor in states_after(rank.case, step, rank.parameters, optimizer, updated=rank.updated)
@@ -314,7 +321,7 @@ def _state_after(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
-    """The metric's sums over the run, one row a data rank; those that rounding may turn in float64 only."""
+    """The metric's sums over the run, one row a data rank. Those that rounding may change are given in float64 only."""
     dp = rank.mesh.axis("dp")
     names = ["tokens", "log_likelihood", "loss_of", *(("right", "right_of") if rank.case.dtype == "float64" else ())]
     sums: dict[str, Tensor] = {name: getattr(metric.total, name) for name in names}
@@ -327,9 +334,9 @@ def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
 
 
 def _unscale(rank: Rank, scale: LossScaling) -> bool:
-    """Divide all gradients by the scale, in place, and update it; whether one of any rank is not finite.
+    """Divide all gradients by the scale, in place, and update it. Returns whether one of any rank is not finite.
 
-    Unlike Megatron's, a skipped step computes its norm too and gathers parameters that nothing changed, so that the
+    Unlike Megatron's, a skipped step still computes its norm, and gathers parameters that did not change, so that the
     calls follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimizer` (around.md 15.2).
     """
     gradients = rank.gradients().values()
@@ -349,7 +356,7 @@ def _unscale(rank: Rank, scale: LossScaling) -> bool:
 def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Turn local gradient sums into gradients of the mean loss; returns that loss, their norm and the token count.
 
-    The norm is None where the loss scale has the step skipped.
+    The norm is None if the loss scale skips the step.
     """
     strategy, mesh = rank.strategy, rank.mesh
     for reduce in rank.step.reductions.values():

@@ -1,8 +1,8 @@
-"""The error of a case that cannot be."""
+"""The error of an impossible case."""
 
 
 class CaseError(ValueError):
-    """A case that cannot be: names the key, the value, the rule and a legal value."""
+    """An impossible case: names the key, the value, the rule and a legal value."""
 
     def __init__(self, key: str, value: object, rule: str, legal: str) -> None:
         super().__init__(f"{key}={value}: {rule}; legal: {legal}")

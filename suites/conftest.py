@@ -28,15 +28,15 @@ _COUNTED = ("passed", "failed", "error", "xfailed", "skipped")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add our options, which the plugin adds only where the suites are named as modules."""
+    """Add our options. The plugin adds them only if the suites are named as modules."""
     add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know our markers, load the profile `quick`, unless another one was requested.
+    """Know our markers, and load the profile `quick`, unless another one was requested.
 
-    Raises UsageError for a wrong request. CollectError in its place where pytest finds this file only while it
-    collects: pytest-xdist reports such an error once for all its workers.
+    Raises UsageError for a wrong request; CollectError if pytest finds this file only while it collects: pytest-xdist
+    reports such an error once for all its workers.
     """
     _search_our_folder_last()
     for words in _MARKERS:
@@ -52,10 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _search_our_folder_last() -> None:
-    """Have Python look for modules in the user's folders first.
+    """Have Python search the user's folders first.
 
     pytest puts the folder above a package that it collects before all others. In a checkout that folder holds more than
-    `shardproof`: `parallel`, `bench`, which may be names of the user's packages too.
+    `shardproof`: `parallel` and `bench` may be names of the user's packages too.
     """
     ours = str(Path(__file__).parents[2])
     if sys.path[0] == ours:
@@ -89,7 +89,9 @@ def _modes(config: pytest.Config) -> Sequence[str]:
 
 
 def _collectives(config: pytest.Config) -> list[Collective]:
-    """Collectives that --faults disturbs; one a mode, to be deselected or skipped, where nothing is to be disturbed."""
+    """Collectives that --faults disturbs; one for each mode, to be deselected or skipped, if there is nothing to
+    disturb.
+    """
     modes = _modes(config)
     if not option_value(config, "faults") or option_value(config, "engine") != "inproc":
         return [Collective(mode=mode) for mode in modes]
@@ -108,7 +110,7 @@ def _collectives(config: pytest.Config) -> list[Collective]:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let known failures fail, and stale ones too; skip tests that cannot be sent to ranks in other processes.
 
-    The faults are left out unless --faults is given.
+    The faults are deselected unless --faults is given.
     """
     if not option_value(config, "faults"):
         unasked = [item for item in items if item.get_closest_marker("faults")]
@@ -126,7 +128,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skip a property of which the subject takes no case that was drawn, nor one of its own, with its reason."""
+    """Skip a property for which the subject took none of the drawn cases, nor one of its own, with its reason."""
     _search_our_folder_last()
     try:
         return (yield)
@@ -160,7 +162,7 @@ def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
 
 @pytest.fixture(scope="session")
 def ledger_gate(request: pytest.FixtureRequest, prover: Prover) -> LedgerGate:
-    """Holds cases of the subject under test against the ledgers of --ledger-baseline."""
+    """Compares cases of the subject under test with the ledgers of --ledger-baseline."""
     folder = option_path(request.config, "ledger_baseline")
     if folder is None:
         pytest.skip("needs --ledger-baseline DIR")

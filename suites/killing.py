@@ -41,19 +41,21 @@ _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2",
 )
-"""Cases whose collectives are disturbed: the first that a subject takes. Two axes of unequal size, or one."""
+"""Cases whose collectives are disturbed: the first one that a subject takes, with two axes of unequal size, or one
+axis.
+"""
 _OPTIONS = (
     "metric=true recompute=full packed=true positions=rope qk_norm=true label_smoothing=0.1 clip=1.0 "
     "seq=32 batch=4 lr=0.3 seed=2"
 )
-"""Further words of a case: of a subject that states its refusals, the collectives that they add are disturbed too.
+"""Further words of a case: if a subject states its refusals, the collectives that they add are disturbed too.
 
-The tokens suffice for right ones on every shard of the vocabulary.
+There are enough tokens for every shard of the vocabulary.
 """
 _AT_ONCE = 16
-"""Faults that are surveyed beside one undisturbed run."""
+"""The number of faults that are surveyed beside one undisturbed run."""
 _QUICK_FAULTS = 8
-"""Faults of one mode when it must be quick: spread evenly over all of them."""
+"""The faults of one mode in a quick run: spread evenly over all of them."""
 _ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
 
 
@@ -91,10 +93,10 @@ def plan_kills(
 ) -> list[KillPlan]:
     """Plans of bugs in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 
-    `field`: mutants and variants of public issues alone, each beside its case without it, and no faults. With `cases`
-    the faults of their collectives, and no mutants. With `dtype` mutants, variants and faults in cases of it, but for
-    mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases that would
-    show a fault, refuses a given one, or has no such mutants. A dtype for another's subject raises it too.
+    `field`: only mutants and variants of public issues, each with its case without the bug, and no faults. With `cases`
+    the faults of their collectives, and no mutants. With `dtype` all are shown in cases of it, except mutants that only
+    other dtypes show. Raises RequestError if the subject takes none of the cases that would show a fault, refuses a
+    given one, has no such mutants, or is not ours and a dtype is given.
     """
     if field and (cases or subject.name != SUBJECT):
         raise RequestError(f"--field: is of bugs planted in {SUBJECT}; legal: no CASE and no --subject")
@@ -192,7 +194,9 @@ def _cases_to_disturb(subject: NamedSubject, mode: str, quick: bool, dtype: str)
 
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
-    """Faults to survey together: at least _AT_ONCE but for the last, the faults of one target never apart."""
+    """Faults to survey together: at least _AT_ONCE, except in the last group, with the faults of one target in one
+    group.
+    """
     part: tuple[Fault, ...] = ()
     for _, of_target in itertools.groupby(faults, key=lambda fault: fault.target):
         part += (*of_target,)
@@ -239,7 +243,9 @@ def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: in
 
 
 def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
-    """The life of a process of the matrix: the rows of each plan that comes, or the error that ended them."""
+    """The life of a process of the matrix: it sends the rows of each plan that it gets, or the
+    error that ended them.
+    """
     use_one_thread()
     with engine_named("inproc") as engine:
         while True:
@@ -248,7 +254,7 @@ def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
                 answer: object = _kill_faults(plan, pickle.loads(sent), engine)
             except ShardproofError as error:
                 answer = error
-            except Exception:  # whatever importing a user's module raises
+            except Exception:  # importing a user's module may raise anything
                 answer = RuntimeError(f"a process of the kill matrix raised:\n{traceback.format_exc()}")
             pipe.send(answer)
 
@@ -263,7 +269,7 @@ def _kill_faults(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[
 class Collective:
     """A distinct collective of a case and its faults.
 
-    Without any, `refused` says why the subject has none in this mode, `problem` why it is unknown.
+    Without faults, `refused` says why the subject has none in this mode, `problem` why it is unknown.
     """
 
     mode: str
@@ -281,7 +287,7 @@ def collectives(
 ) -> Iterator[Collective]:
     """The collectives to disturb in these modes; with `only` those of this case. `quick` takes few faults of a mode.
 
-    Every mode has a row at least. Raises RequestError when the subject is none.
+    Every mode has at least one row. Raises RequestError for an invalid subject.
     """
     with engine_named("inproc") as engine:
         for mode in modes:
@@ -308,11 +314,13 @@ def _of_mode(
 
 
 _TRIES = 4
-"""Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
+"""The number of cases that are searched for a wrong tensor: the smallest two that are drawn of each
+mode, up to this.
+"""
 
 
 def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:
-    """(name, text of the script, "") of this bug, or of "all" that are not held back; without text, why there is none.
+    """(name, text of the script, "") of this bug, or of "all" open ones; without text, why there is none.
 
     With `field` of those of public issues. Raises RequestError for a name that no open mutant or variant has.
     """
@@ -331,13 +339,13 @@ def _scripts(rows: list[Mutant]) -> Iterator[tuple[str, str, str]]:
             if not why:
                 try:
                     text = _script(row, engine)
-                except MachineError as error:  # one that takes too long does not cost the others theirs
+                except MachineError as error:  # a bug that takes too long does not cost the others their scripts
                     why = error.cause
             yield row.name, text, "" if text else why or "no returned tensor is wrong in small cases"
 
 
 def _script(row: Mutant, engine: Engine) -> str:
-    """The script of the first drawn case that fails, "" when none shows a wrong tensor."""
+    """The script of the first drawn case that fails, "" if none shows a wrong tensor."""
     sources = row.sources()
     cases = (case for mode in row.modes for case in cases_showing(row, mode)[:2])
     with row.subject() as subject:

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Keep everything that is loaded while tests are collected, out of every collection of garbage.
+    """Exclude everything that is loaded while tests are collected from garbage collection.
 
     Objects that tests make go with their last reference, so few collections are needed. The suites, which read their
     number of cases when they are imported, draw few; all other tests draw as many as in the profile `quick`.
@@ -62,15 +62,15 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What CI says to its second run."""
+    """The text by which CI recognises its second run."""
     parser.addoption("--after", metavar="REPORT", help="leave out what has run there")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests first: one that begins last would keep a single worker busy while the others have ended.
+    """Long tests first: a long one that begins last would keep a single worker busy while the others are idle.
 
-    Tests that are marked `deep` are skipped in every other profile. What another environment has run is left out, but
-    for what packages can change.
+    Tests that are marked `deep` are skipped in every other profile. Tests that another environment has run are left
+    out, except those that packages can change.
     """
     if path := config.getoption("after", None):
         done = report(Path(path))
@@ -103,9 +103,9 @@ def prover() -> Iterator[Prover]:
 
 @pytest.fixture(scope="session")
 def loaded(prover: Prover) -> None:
-    """Load what torch and pandas load when they first compute, for tests that begin a session inside of this one.
+    """Load what torch and pandas load when they first compute, for tests that begin a session inside this one.
 
-    Such a session forgets what it has loaded itself, and torch does not bear to be loaded twice.
+    Such a session forgets what it has loaded itself, and torch does not work if it is loaded twice.
     """
     pd.DataFrame({"loaded": ["once"]})
     importlib.import_module("torch._dynamo")  # which torch loads with the first random number of some programs

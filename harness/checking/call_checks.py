@@ -1,4 +1,6 @@
-"""Checks of how ranks talk: over the ranks of an axis, waited for, hidden as promised, and in parallel at all."""
+"""Checks of how ranks communicate: over the ranks of an axis, waited for, hidden as promised, and
+in parallel at all.
+"""
 
 import itertools
 import math
@@ -23,10 +25,10 @@ def check_groups(calls: Calls, claims: Claims) -> Finding | None:
     """Whether the group of every event is a rank list of its axis.
 
     The axis of an event is the name that the program gave its group ("wp", DeviceMesh's "mesh_wp"). The ledger compares
-    names, so a group of this name over other ranks agrees with the closed form. When the same is done everywhere it
-    agrees with every number too. The rank lists of an axis are the case's, or those of `subject.axes(case)` for another
-    rank order. The axis "dp_cp" joins those two: its groups are the connected components of their rank lists. The order
-    within a group is not compared: torch sorts the ranks of every group.
+    names, so a group of this name over other ranks agrees with the closed form, and if all ranks do the same, every
+    number agrees too. The rank lists of an axis are the case's, or those of `subject.axes(case)` for another rank
+    order. The axis "dp_cp" joins those two: its groups are the connected components of their rank lists. The order
+    within a group is not compared, since torch sorts the ranks of every group.
     """
     if not calls.events:
         return None
@@ -80,9 +82,9 @@ def _connected_ranks(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...],
 
 
 def check_order(calls: Calls, dry: DryRun) -> Finding:
-    """Whether ranks that share a group issue the same calls in it in the same order, and which ranks are alike.
+    """Whether ranks that share a group issue the same calls in it in the same order.
 
-    Ranks that compute numbers end in an error of the engine where they do not.
+    For ranks without numbers: others end in an error of the engine if they do not.
     """
     if broken := same_sequence(group_events(calls.events), calls.ran):
         return report_broken_law(broken[0])
@@ -96,7 +98,7 @@ def check_order(calls: Calls, dry: DryRun) -> Finding:
 
 
 def check_waits(calls: Calls) -> Finding | None:
-    """Whether every asynchronous call was waited for: one that never was may be used before it is complete.
+    """Whether every asynchronous call was waited for: the result of one that was not may be used before it is complete.
 
     The result of a functional collective waits when it is read, so one that was never waited for was never read.
     """
@@ -111,11 +113,11 @@ def check_waits(calls: Calls) -> Finding | None:
 
 
 def check_overlap(calls: Calls, claims: Claims) -> Finding | None:
-    """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
+    """Whether as many calls as promised are hidden on every rank; the check of the ledger reports missing calls.
 
     A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
     issue and its first wait. A term without it promises nothing. Hidden calls are measured in the recorded run
-    (harness.recording.measures), in a dry run by its meter. The meter knows the order of the program, and no time.
+    (harness.recording.measures); in a dry run the meter finds them by the order of the program.
     """
     hidden = [term for term in claims.expectation or () if getattr(term, "hidden", False)]
     if not hidden or calls.hidden is None:
@@ -162,13 +164,13 @@ def check_overlap(calls: Calls, claims: Claims) -> Finding | None:
 
 
 def check_parallelism(run: RecordedRun, claims: Claims) -> Finding | None:
-    """Whether the case really ran in parallel: every rank talked, and ranks hold less than the full tensors.
+    """Whether the case really ran in parallel: every rank communicated, and ranks hold less than the full tensors.
 
-    Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).
+    Without this check a split that splits nothing would pass, with every number right (ColossalAI #5903).
     """
     split = split_axes(run.case)
     mesh = " x ".join(f"{axis}={size}" for axis, size in split.items())
-    if not split or not (run.calls.events or any(run.outcomes)):  # nothing at all came: coverage says so
+    if not split or not (run.calls.events or any(run.outcomes)):  # nothing was returned: coverage says so
         return None
     talked = {event.rank for event in run.calls.events if event.group_size > 1 and event.op != "barrier"}
     silent = tuple(rank for rank in range(len(run.outcomes)) if rank not in talked)
@@ -181,7 +183,7 @@ def check_parallelism(run: RecordedRun, claims: Claims) -> Finding | None:
     talk = state_fact("ranks_talk", talking=len(talked), ranks=len(run.outcomes), mesh=mesh)
     share = split_share(run.outcomes)
     notes = (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),) if share else ()
-    if ("wp" if "wp" in run.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
+    if ("wp" if "wp" in run.case.axes else "tp") not in split:  # next to wp, tp splits the sequence and no parameters
         return Finding(verdict=PASS, facts=(talk, state_fact("no_split_weights")), notes=notes)
     if not sharded:
         return Finding(
@@ -197,7 +199,7 @@ def check_parallelism(run: RecordedRun, claims: Claims) -> Finding | None:
 def split_share(outcomes: Outcomes) -> int | None:
     """Percentage of parameter elements in tensors that some rank does not hold in full, rounded down but not to 0.
 
-    Parameters are those returned as param/, else as grad/; None where none of them is returned as a part.
+    Parameters are those returned as param/, else as grad/; None if none of them is returned as a part.
     """
     for kind in ("param/", "grad/"):
         names = dict.fromkeys(name for outcome in outcomes for name in outcome if name.startswith(kind))
@@ -214,7 +216,7 @@ def split_share(outcomes: Outcomes) -> int | None:
 
 
 def _find_sharded_names(outcomes: Outcomes) -> dict[str, bool]:
-    """Names returned as shards -> whether some rank holds less than the full tensor, or nothing of it."""
+    """Names returned as shards -> whether some rank holds only a part of the full tensor, or nothing."""
     shapes = {
         name: parts[0].global_shape
         for outcome in outcomes

@@ -1,12 +1,12 @@
 """The checks of a case: `CHECKS` for every subject, `LAWS` too for one with a truth of its own; `run_checks` runs them.
 
-`prove` adds names of its own: `supported` for a case that the subject does not take, `run` for one that raised. The
-name `explanation` is for causes that could not be looked for, and a run's `truth` for what the dense model refuses.
+Four more names are no functions here: `supported` for a case that the subject refuses, `run` for one that raised,
+`explanation` for causes that could not be searched, and `truth` for a case that the dense model refuses.
 
-A check is a pure function of the records that its signature names (harness.checking.records). It is not run where one
-of them was not made; a parameter with a default may be without its record. None means that there is nothing to check
-(the subject returned nothing of the kind), and then no verdict is claimed. An exception inside a check is `unknown`
-with its text, never a pass.
+A check is a pure function of the records that its signature names (harness.checking.records). It runs only if all of
+them were made, except those of parameters with a default. None means that there is nothing to check (the subject
+returned nothing of the kind), and then there is no verdict. An exception inside a check is `unknown` with its text,
+never a pass.
 """
 
 import inspect
@@ -39,7 +39,7 @@ def _parameters_of_check(check: Check) -> Mapping[str, tuple[type, bool]]:
     read = {}
     for name, parameter in inspect.signature(check, eval_str=True).parameters.items():
         record = next(iter(get_args(parameter.annotation)), parameter.annotation)
-        if record not in RECORDS:  # else the check would never be run, and nobody would miss it
+        if record not in RECORDS:  # otherwise the check would never run, unnoticed
             legal = ", ".join(each.__name__ for each in RECORDS)
             raise TypeError(f"{name} of the check {check} is annotated with no record; legal: {legal}")
         read[name] = record, parameter.default is parameter.empty
@@ -57,7 +57,7 @@ def select_checks_by_need(checks: Mapping[str, Check], *records: type) -> dict[s
 
 
 def run_check(check: Check, records: Iterable[object]) -> Finding | None:
-    """The finding of a check in these records; None where one that it needs is not among them."""
+    """The finding of a check on these records; None if one that it needs is missing."""
     made = {type(record): record for record in records}
     if not records_of(check) <= made.keys():
         return None
@@ -72,7 +72,7 @@ _OF_THEIR_OWN: Mapping[str, Check] = {
     "routing": check_routing,
     "saved": check_saved_state,
 }
-"""Kinds of NUMERIC_KINDS whose check does more than compare numbers with the truth."""
+"""Kinds of NUMERIC_KINDS that have a check of their own, which does more than compare numbers with the truth."""
 
 CHECKS: Mapping[str, Check] = {
     "coverage": check_coverage,
@@ -91,7 +91,7 @@ CHECKS: Mapping[str, Check] = {
 """Name -> check. Layouts come before numbers, numbers in the order in which training computes them."""
 
 LAWS: Mapping[str, Check] = {"truth": check_truth, "regrouping": check_regrouping}
-"""Checks of a subject with a truth of its own: of that truth, and of the same batch over other dp and micro-batches."""
+"""Checks for a subject with a truth of its own: of that truth, and of the same batch in other groupings."""
 
 
 def run_checks(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[str, Finding]:
@@ -100,7 +100,7 @@ def run_checks(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict
     for name, check in checks.items():
         try:
             finding = run_check(check, evidence.records)
-        except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
+        except Exception as problem:  # a broken check must not hide the others, and says nothing about the subject
             failed = state_fact("check_failed", problem=error_text(problem))
             left = note_unchecked(f"everything that {name} looks at")
             finding = Finding(verdict=UNKNOWN, facts=(failed,), notes=left)

@@ -15,15 +15,15 @@ from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, notes_about,
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ROUTING = "routing"
-"""The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
+"""The kind of names that needs no truth, since copies are compared (harness.checking.routing_checks)."""
 
 
 def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
-    Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Names missing inside a kind
-    that it returns, and names that the truth does not know, make the verdict unknown. `subject.unchecked`, patterns of
-    names, declares the missing ones that are left out on purpose.
+    Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Missing names of a kind that
+    it returns, and names that the truth does not have, make the verdict unknown. With `subject.unchecked`, patterns of
+    names, it declares the names that are missing on purpose.
     """
     returned = run.returned
     comparable = [name for name in truth.tensors if name in returned]
@@ -34,7 +34,7 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
     decided = {
         kind: (0, count) for kind, count in unreturned.items() if kind not in kinds
-    }  # other checks count the rest
+    }  # other checks count the others
     if truth.unmergeable:
         notes = notes_about(undecided=tuple(sorted(returned)))
         return Finding(verdict=UNKNOWN, facts=(state_fact("unmergeable"),), notes=notes)
@@ -46,10 +46,11 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
         nothing = state_fact("nothing_checkable", returned=strange, truth=len(truth.tensors), known=known)
         return Finding(verdict=FAIL, facts=(nothing,), notes=notes, names=strange, decided=decided)
     named = {name for outcome in run.outcomes for name in outcome}
-    strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
-    if not any(kind_of(name) == ROUTING for name in truth.tensors):  # then copies are compared with each other
+    strange = tuple(name for name in strange if name in named)  # the subject may have modules that the truth lacks
+    # Without choices in the truth, copies of them are compared with each other.
+    if not any(kind_of(name) == ROUTING for name in truth.tensors):
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
-    made = never_made(truth.tensors, strange)  # the check of the update speaks of these
+    made = never_made(truth.tensors, strange)  # the check of the update reports these
     strange = tuple(name for name in strange if name not in made)
     all_declared = all(_matches_any_pattern(name, claims.declared) for name in truth.tensors)
     problems = [
@@ -79,7 +80,7 @@ def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _describe_gaps(missing: Sequence[str], named: set[str]) -> list[Fact]:
-    """Names missing inside a kind of which the subject returned others, a fact a kind."""
+    """Missing names of a kind of which the subject returned others, one fact for each kind."""
     kinds = {kind_of(name) for name in named}
     gaps = []
     for kind in dict.fromkeys(map(kind_of, missing)):
@@ -90,7 +91,7 @@ def _describe_gaps(missing: Sequence[str], named: set[str]) -> list[Fact]:
 
 
 def _idle_patterns(truth: Truth, claims: Claims) -> list[Fact]:
-    """Patterns of what the subject declares and states that match no name of the truth."""
+    """Patterns that the subject states and that match no name of the truth."""
     names = list(truth.tensors)
     patterns = [("unchecked", pattern) for pattern in claims.declared]
     patterns += [
@@ -108,20 +109,20 @@ def _nearest_name(name: str, names: Sequence[str]) -> str:
 
 
 def check_layout(run: RecordedRun) -> Finding | None:
-    """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
+    """Whether the blocks of every name make one full tensor of the truth's shape, without gaps (`merge`)."""
     flaws = [flaw for flaw in run.merged.flaws if flaw.kind != "replica conflict"]
     return _judge_flaws(run, flaws, "merged", "flawed")
 
 
 def check_replicas(run: RecordedRun) -> Finding | None:
-    """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
-    check `routing`. Replicas that are furthest apart come first.
+    """Whether everything that several ranks hold is the same on all of them, bit for bit; the check `routing` does this
+    for choices of experts. Replicas that differ most come first.
     """
     conflicts = [flaw for flaw in run.merged.flaws if flaw.kind == "replica conflict"]
     conflicts = [flaw for flaw in conflicts if kind_of(flaw.name) != ROUTING]
     spreads = {flaw.name: replica_spread(run.full_outcomes, flaw.name) for flaw in conflicts}
     furthest = max(spreads.values(), default=0.0)
-    conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
+    conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # those that differ most come first
     finding = _judge_flaws(run, conflicts, "equal_replicas", "unequal_replicas")
     if finding is None or not conflicts:
         return finding
@@ -129,7 +130,7 @@ def check_replicas(run: RecordedRun) -> Finding | None:
 
 
 def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str, with_some: str) -> Finding | None:
-    """The finding on these flaws; the ids are of what is stated where there are none, and some."""
+    """The finding on these flaws. `ids` are of the facts without flaws and with some."""
     names = run.returned
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""Findings: what a check answers. Errors are ratios; what checks read is in `records` beside this file."""
+"""Findings: the results of checks. Errors are ratios; what checks read is in `records` beside this file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,20 +9,19 @@ from shardproof.harness.verdicts.words import join_facts
 
 
 def apart_by(dtype: str, name: str, spread: float) -> Worst:
-    """The figures of a tensor whose replicas, or values in two runs, are apart by this ratio: nothing is allowed."""
+    """The figures of a tensor whose replicas, or values in two runs, differ by this ratio, where none is allowed."""
     return Worst(name=name, error=spread, allowed=0.0, epsilons=spread / epsilon(dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Finding of one check: the answer, what it states (`facts`), and what it could not look at (`notes`).
+    """The finding of a check: the verdict, what it states (`facts`), and what it could not check (`notes`).
 
     `names` are those of wrong tensors, the one in question first. `worst` is the tensor or event closest to its limit
-    or furthest beyond it; None where nothing is measured.
-    `kind`: how calls differ ("missing"), "" where no calls are compared.
-    `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong` are the
-    tensors beyond their limit; `phase` and `region` are the place where the check knows it. `ranks` are the
-    ranks that are wrong, empty when it is all of them or unknown.
+    or furthest beyond it; None if nothing is measured. `kind`: how calls differ ("missing"), "" if no calls are
+    compared. `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong`
+    are the tensors beyond their limit. `phase` and `region` are the place, if the check knows it. `ranks` are the wrong
+    ranks, empty if all of them are or it is unknown.
     """
 
     verdict: str

@@ -1,13 +1,17 @@
 """The general laws of communication, which hold for any subject, whatever it computes.
 
-Members of a group issue the same sequence of collectives (op, reduce op, dtype). Payload bytes are the same too, but
-for all-to-alls and rooted calls, whose members may rightly differ. In every group sends and receives are equal in
-number of messages and of bytes. Where a run goes backward, a move of a module's forward has its conjugate when autograd
-needs its gradient (`Event.needs_gradient`). Over every axis as many all-to-alls of numbers go backward, with as many
-bytes in all. Every reduce-scatter has an all-gather of as many bytes in the backward of its module. A forward that is
-computed again counts once, whether autograd needs gradients in its first pass, its second (a library's checkpoint), or
-both. No more all-to-alls go backward than go at all. No more holds in general: a gathered tensor's gradient may be cut
-instead of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
+Members of a group issue the same sequence of collectives (op, reduce op, dtype). Their payload bytes are equal too, but
+for all-to-alls and rooted calls, whose members may differ. In every group sends and receives are equal in number of
+messages and of bytes.
+
+In a run with a backward, a communication in the forward of a module has its conjugate if autograd needs its gradient
+(`Event.needs_gradient`). Over every axis backward has as many all-to-alls of numbers as forward, with as many bytes in
+all. Every reduce-scatter has an all-gather of as many bytes in the backward of its module. A recomputed forward counts
+once, whether autograd needs gradients in its first pass, its second (a library's checkpoint), or both. Backward has no
+more all-to-alls than there are in all.
+
+More does not hold in general: the gradient of a gathered tensor may be sliced instead of reduce-scattered, and
+gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 
 from collections import Counter
@@ -40,7 +44,7 @@ class Broken:
 
 
 def broken_laws(events: Iterable[Event]) -> list[Broken]:
-    """The broken laws, [] when all hold."""
+    """The broken laws, [] if all hold."""
     events = tuple(events)
     groups = group_events(events)
     broken = same_sequence(groups, {rank for _axis, ranks in groups for rank in ranks})
@@ -54,7 +58,7 @@ def broken_laws(events: Iterable[Event]) -> list[Broken]:
 
 
 def same_sequence(groups: Groups, ranks: Iterable[int]) -> list[Broken]:
-    """Where some of these ranks first part from others of a group: other calls, or another order; [] when nowhere."""
+    """Where some of these ranks first differ from others of a group: other calls, or another order; [] if nowhere."""
     calls: dict[int, dict[Channel, dict[int, GroupCall]]] = {rank: {} for rank in ranks}
     for (axis, group), by_rank in groups.items():
         own = {
@@ -63,7 +67,7 @@ def same_sequence(groups: Groups, ranks: Iterable[int]) -> list[Broken]:
             if rank in calls
         }
         alike = [list(map(_ARGUMENTS, one)) for one in own.values()]
-        if any(one != alike[0] for one in alike):  # else there is nothing to find, and most groups are so
+        if any(one != alike[0] for one in alike):  # most groups agree, and need no search
             for rank, issued in own.items():
                 calls[rank][axis, group, ""] = {number: _as_group_call(event) for number, event in enumerate(issued)}
     known = [
@@ -83,7 +87,7 @@ def group_events(events: Iterable[Event]) -> Groups:
 
 
 def _as_group_call(event: Event) -> GroupCall:
-    """The call of an event, whose shapes need not agree where its bytes do."""
+    """What must agree of an event's call. Its shapes need not, if its bytes do."""
     return GroupCall(
         Signature(event.op, NOT_KNOWN, event.reduce_op, NOT_KNOWN, event.dtype, NOT_KNOWN),
         (event.phase, event.region, event.step, event.microbatch),
@@ -119,9 +123,9 @@ def _check_received_bytes(axis: str, ranks: Group, by_rank: Mapping[int, Sequenc
 
 
 def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
-    """All-to-alls of numbers: the gradient returns the way that the tensor came, where it is `asked` for.
+    """All-to-alls of numbers: the gradient must return the way that the tensor came, if `asked` says that it is needed.
 
-    Calls outside of modules may be a forward too: their phase follows from what came next, and is no evidence.
+    A call outside of modules may belong to a forward too: its phase follows from what came next, which proves nothing.
     """
     moved, must_move = ([e for e in some if e.op == "all_to_all" and "float" in e.dtype] for some in (events, asked))
     broken = []
@@ -147,7 +151,7 @@ def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Bro
 
 
 def _asked_for(events: Sequence[Event]) -> Iterator[Event]:
-    """Calls in the forward of a module whose gradient must come back; of two passes each call once."""
+    """The calls in the forward of a module whose gradient must come back; of two passes each call once."""
     asked = [event for event in events if event.needs_gradient]
     first = Counter((event.rank, _kind_of_call(event)) for event in asked if event.phase == "forward")
     for event in asked:
@@ -163,7 +167,7 @@ def _are_fewer(some: Sequence[Event], others: Sequence[Event]) -> bool:
 
 
 def _gathered_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
-    """A reduce-scatter forward cuts a sum: every term's gradient is the whole one, which must be gathered."""
+    """Reduce-scatters in forward: they slice a sum, whose terms all have the whole gradient, so it must be gathered."""
     there = [e for e in asked if e.op == "reduce_scatter"]
     back = [e for e in events if (e.phase, e.op) == ("backward", "all_gather")]
     lacking = Counter(map(_kind_of_call, there)) - Counter(map(_kind_of_call, back))

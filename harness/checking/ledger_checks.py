@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def check_ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
-    if calls.case.world_size == 1 and claims.expectation:  # the one rank is every axis: a call is named after none
+    if calls.case.world_size == 1 and claims.expectation:  # a single rank is every axis, so no call is named after one
         terms = (replace(term, axis=None) if isinstance(term, Term) else term for term in claims.expectation)
         claims = replace(claims, expectation=tuple(terms))
     finding = _compare_ledger(calls, claims, truth)
@@ -34,7 +34,7 @@ def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Findin
     if names := name_unmapped_operators(calls.events):
         return _find_unmapped_operators(names, [event for event in calls.events if event.op == OTHER])
     world_size, ranks = calls.case.world_size, calls.ranks
-    known = () if calls.ran else calls.events  # the laws speak of all members of a group
+    known = () if calls.ran else calls.events  # the laws are about all members of a group
     if claims.expectation is None:
         if broken := broken_laws(known):
             return report_broken_law(broken[0])
@@ -53,7 +53,7 @@ def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Findin
 
 
 def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Finding:
-    """The finding on a ledger that is as these terms state; what they leave out is unchecked."""
+    """The finding on a ledger that is as these terms state. What they leave out is unchecked."""
     forms = closed_forms(select_visible_terms(terms), calls.ranks, claims.axes).values()
     partial = [term for form in forms for term in form.partial]
     if not partial:
@@ -74,7 +74,7 @@ def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLi
 
 
 def _note_carried_calls(terms: Sequence[TermLike]) -> tuple[Note, ...]:
-    """The expected calls that no recorder sees, by what carries them."""
+    """The expected calls that the recorder cannot see, by what carries them out."""
     calls: dict[tuple[str, str], list[int | None]] = defaultdict(list)
     for term in select_unseen_terms(terms):
         calls[term.carrier, f"{term.op or 'call'} over {term.axis or 'any axis'}"].append(term.calls)
@@ -88,21 +88,21 @@ def _note_carried_calls(terms: Sequence[TermLike]) -> tuple[Note, ...]:
 
 
 def _note_doubts(calls: Calls) -> tuple[Note, ...]:
-    """Doubts of the recorder; a run of one step has its step right."""
+    """Doubts of the recorder. With a single step, its number is certain."""
     doubts = dict.fromkeys(doubt for event in calls.events for doubt in event.doubts)
     known = sorted(doubt for doubt in doubts if doubt != NO_UPDATE or calls.case.steps > 1)
     return tuple(Note(kind=NoteKind.DOUBT, reason=doubt) for doubt in known)
 
 
 def report_broken_law(first: Broken) -> Finding:
-    """The finding on a run that breaks this law first."""
+    """The finding on a run that breaks this law."""
     return Finding(
         verdict=FAIL, facts=(first.fact,), kind="law", ranks=first.ranks, phase=first.phase, region=first.region
     )
 
 
 def _find_unmapped_operators(names: str, events: Sequence[Event]) -> Finding:
-    """The finding on a run that issued operators of torch that are not known here."""
+    """The finding on a run with operators of torch that this version does not know."""
     first = events[0]
     return Finding(
         verdict=UNKNOWN,
@@ -132,7 +132,7 @@ def _report_difference(parted: "Sequence[Difference]", ranks_run: int) -> Findin
 
 
 def module_order(calls: Calls, claims: Claims, truth: Truth | None) -> tuple[str, ...]:
-    """Modules as the forward pass meets them: the truth's activations, then regions of the ledger's forward."""
+    """Modules in the order of the forward pass: of the truth's activations, then of the ledger's forward."""
     known = truth.tensors if truth else ()
     from_truth = [name.removeprefix("act/") for name in known if name.startswith("act/")]
     from_ledger = [event.region for event in calls.events if event.phase == "forward"]

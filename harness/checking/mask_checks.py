@@ -35,12 +35,12 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ALARM = 1e-9
 _NEGLIGIBLE = 1e-17
-"""A term of a tail this small beside the sum so far ends it: terms only fall."""
+"""A tail ends at a term of less than this share of the sum so far, since terms only fall."""
 
 
 @lru_cache(maxsize=1024)
 def binomial(count: int, trials: int, probability: float) -> float:
-    """How probable a count at least as far out is among independent trials of this probability."""
+    """The probability of a count at least as far out, for independent trials of this probability."""
     if not 0 < probability < 1:
         return float(count == trials * probability)
 
@@ -53,7 +53,7 @@ def binomial(count: int, trials: int, probability: float) -> float:
 
 @lru_cache(maxsize=1024)
 def hypergeometric(both: int, total: int, first: int, second: int) -> float:
-    """How probable an overlap at least as far out is between two independent sets: Fisher's exact test.
+    """The probability of an overlap at least as far out between two independent sets: Fisher's exact test.
 
     The sets have `first` and `second` out of `total` elements.
     """
@@ -71,7 +71,7 @@ def _two_sided(count: int, least: int, most: int, log_term: Callable[[int], floa
 
 
 def _sum_tail(start: int, way: int, end: int, log_term: Callable[[int], float]) -> float:
-    """The sum of the terms from `start` to `end`, this way; 1 where it has passed half of everything."""
+    """The sum of the terms from `start` to `end`, in this direction; 1 once it is more than half."""
     total, before = 0.0, -1.0
     for k in range(start, end + way, way):
         term = math.exp(log_term(k))
@@ -90,15 +90,15 @@ def _log_choose(n: int, k: int) -> float:
 
 KIND = "mask"
 SHARES = ".shares"
-"""End of the names of masks that drop shares of attention in a module."""
+"""The end of the names of masks that drop attention probabilities in a module."""
 _ALL_PAIRS = 8
-"""Ranks up to which each is tested with every other one, beyond it with the next one alone."""
+"""Up to this many ranks each is tested with every other one; of more ranks each with the next one alone."""
 _compared = make_numeric_check("masks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Test:
-    """An exact test: the probability of what was counted, the least that it could have been, and what it states."""
+    """An exact test: the probability of what was counted, the least that it could be, and the fact that it states."""
 
     name: str
     ranks: tuple[int, ...]
@@ -108,7 +108,7 @@ class _Test:
 
 
 def check_masks(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
-    """Whether dropout kept what it should, of masks that ranks returned."""
+    """Whether dropout kept the elements that it should, by the masks that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
     if not names:
         return None
@@ -145,7 +145,7 @@ def check_masks(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | Non
 
 
 def _rate_of_mask(run: RecordedRun, name: str) -> float | None:
-    """The share that is dropped there by the words of the case, or as it was drawn; None where neither is known."""
+    """The share that is dropped there, by the words of the case or as it was drawn; None if neither is known."""
     if run.mask_draws:
         return run.mask_draws.rates[name]
     rate: float | None = getattr(run.case, "attention_dropout" if name.endswith(SHARES) else "dropout", None)
@@ -153,7 +153,7 @@ def _rate_of_mask(run: RecordedRun, name: str) -> float | None:
 
 
 def holders_of_mask(run: RecordedRun, name: str) -> dict[int, Sequence[Block]]:
-    """Rank -> its blocks, for each different part of the mask that some rank holds."""
+    """Rank -> its blocks, one rank for each different part of the mask."""
     found: dict[tuple[object, ...], int] = {}
     outcomes = run.full_outcomes
     for rank, outcome in enumerate(outcomes):
@@ -163,12 +163,12 @@ def holders_of_mask(run: RecordedRun, name: str) -> dict[int, Sequence[Block]]:
 
 
 def flatten_blocks(blocks: Sequence[Block]) -> Tensor:
-    """The elements of a rank's blocks, one after the other."""
+    """The elements of a rank's blocks, concatenated."""
     return torch.cat([block.local.flatten() for block in blocks])
 
 
 def _of_one(run: RecordedRun, name: str) -> Iterator[_Test]:
-    """Rates, shards and consecutive draws of one mask."""
+    """Tests of one mask: its rate, its shards, and consecutive draws."""
     by_rank, rate = holders_of_mask(run, name), _rate_of_mask(run, name)
     for rank, blocks in by_rank.items():
         mask = flatten_blocks(blocks)
@@ -191,7 +191,7 @@ def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
 
 
 def _of_draws(run: RecordedRun, claims: Claims, names: Sequence[str]) -> Iterator[_Test]:
-    """Whether a rank, or two stages of one pipeline, drew one mask twice: all their masks of a shape, of every
+    """Whether a rank, or two stages of one pipeline, drew one mask twice, among all their masks of a shape: of every
     micro-batch, site and step.
     """
     outcomes = run.full_outcomes
@@ -213,7 +213,7 @@ def _of_draws(run: RecordedRun, claims: Claims, names: Sequence[str]) -> Iterato
 
 
 def _test_equality_of_masks(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: str, other: str) -> _Test:
-    """How probable it is that any two of these masks are equal, if each element is drawn by itself."""
+    """The probability that any two of these masks are equal, if each element is drawn independently."""
     kept = sum(float(mask.double().mean()) for _, mask in drawn) / len(drawn)
     total, pairs = drawn[0][1].numel(), len(drawn) * (len(drawn) - 1) / 2
     least = min(1.0, pairs * (kept**2 + (1 - kept) ** 2) ** total)

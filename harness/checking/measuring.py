@@ -1,12 +1,12 @@
-"""How far one merged tensor is from the truth, by all that is known of rounding in its case.
+"""How far one merged tensor is from the truth, and how far rounding may take it in its case.
 
-An update is judged by the size of the movement, not by that of the parameter: a step may be a millionth of it. So of
-`param_after/<step>/<name>` and `param/<name>` the difference to the value before is compared: with the truth's, by the
-distance of the control runs' differences. An element may also be off by what storing it rounds. A parameter in bfloat16
-without a wider copy loses steps below half a unit in its last place, and then nothing is decided. Before step 0 stands
-the value with which training began; before a later one what was returned after the step before. Where only the last
-values were returned, the movement is that of all steps. Other values of the parameters, such as their averages under a
-word of the subject's own, are compared so too.
+A parameter after a step is judged by its movement, because a step may be a millionth of the parameter. For
+`param_after/<step>/<name>` and `param/<name>` the movement is the difference to the value before: the initial value for
+step 0, otherwise the value that was returned after the step before. If only the last values were returned, it is the
+movement of all steps. Movements are compared as tensors are, with the movements of control runs; an element may also be
+off by the rounding of its storage. A parameter in bfloat16 without a wider copy loses steps below half a unit in its
+last place, and then nothing is decided. Other values of parameters, such as averages of them that a subject returns
+under a name of its own, are judged in the same way.
 """
 
 import itertools
@@ -31,12 +31,12 @@ _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 def compare_with_truth(run: RecordedRun, truth: Truth, name: str, kind: float) -> Measured:
     """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
-    Of a parameter the movement is compared (`movement_of`), where it is known.
+    Of a parameter the movement is compared (`movement_of`), if it is known. A sum over tokens in an accumulator of a
+    16-bit dtype is allowed for only if the tensor is wrong for a wider one.
 
-    Where a control run overflows in a step, nothing of that step decides: an overflow is a matter of rounding. In lower
-    precision rounding alone may change half of the gradients' norm, or of their mean. Then a few control runs do not
-    bound the optimizer's results: LEAP times as much is allowed, and its square of their squares. A sum over tokens in
-    an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
+    A wrong tensor decides nothing in two cases. If a control run overflows in its step, rounding alone may overflow. If
+    rounding alone may change half of the gradients' norm or mean, control runs do not bound the results of the
+    optimizer; these may be wrong by up to LEAP times the limit, and squares of gradients by its square.
     """
     wide, narrow = theoretical_error_of_sums(run, truth, name), theoretical_error_of_sums(run, truth, name, narrow=True)
     result = _measure_tensor(run, truth, name, kind, wide)
@@ -83,7 +83,7 @@ def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summ
 
 
 def theoretical_error_of_sums(run: RecordedRun, truth: Truth, name: str, *, narrow: bool = False) -> float:
-    """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
+    """The relative error in theory of a tensor whose elements are sums over tokens (`error_of_sums`), else 0."""
     kind = "param" if _is_moved(run, truth, name) else kind_of(name)
     if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(run, truth, name)):
         return 0.0
@@ -92,7 +92,7 @@ def theoretical_error_of_sums(run: RecordedRun, truth: Truth, name: str, *, narr
 
 
 def _takes_leaps(run: RecordedRun, truth: Truth, name: str) -> bool:
-    """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
+    """Whether the optimizer computed a tensor from gradients that rounding alone changes by half."""
     kind, _, place = name.partition("/")
     if run.dtype == "float64" or not (kind in NUMERIC_KINDS["update"] or _is_moved(run, truth, name)):
         return False
@@ -120,19 +120,19 @@ OVER_TOKENS: Mapping[str, float] = {
     **{"grad": 1.0, "exp_avg_after": 1.0, "exp_avg_sq_after": 2.0},
     **{"param": 1.0, "param_after": 1.0},
 }
-"""Kinds of names whose elements are sums over tokens -> their relative error in units of the sum's: a square has twice
-as much. Of parameters the movement is meant, which is made of gradients."""
+"""Kinds of names whose elements are sums over tokens -> their relative error in units of that of a sum: twice as much
+for a square. Of parameters it is that of the movement, which is made of gradients."""
 
 
 def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = False) -> float:
     """The relative error, root mean square, that a tensor of this kind has from adding up its tokens; 0 of other kinds.
 
     `epsilon` is that of the dtype. Sums are taken in float32 at least, or in the dtype itself where they are `narrow`.
-    A result is off by at most half a unit in its last place. All significands m from 1 to 2 are taken to be equally
-    likely on a logarithmic scale. Then the error is ROUNDING epsilons of the result in the root mean square:
-    `sqrt(E[1/m^2] / 12)`, and `E[1/m^2] = 3 / (8 ln 2)`. Of n independent terms of mean zero the first k add up to
-    sqrt(k) of them. When they are added one after the other the k-th rounding is one of that sum. So all of them come
-    to `ROUNDING sqrt((2 + ... + n) / n)` epsilons of the whole.
+    A result is off by at most half a unit in its last place. If all significands m from 1 to 2 are equally likely on a
+    logarithmic scale, the root mean square of the error is ROUNDING epsilons of the result: `sqrt(E[1/m^2] / 12)` with
+    `E[1/m^2] = 3 / (8 ln 2)`. The sum of the first k of n independent terms with mean zero is about sqrt(k) times one
+    term, and the k-th addition rounds that sum. So the n - 1 additions come to `ROUNDING sqrt((2 + ... + n) / n)`
+    epsilons of the whole.
 
     This is the worst order that kernels take. On a CPU torch's layer norm takes it for the gradients of its weight and
     bias, row by row, in one accumulator a thread. In bfloat16 and float16 the accumulator is of that dtype
@@ -147,7 +147,7 @@ def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = Fals
 
 
 def tokens_of(truth: Mapping[str, Tensor], micro: int) -> int:
-    """Tokens of a step on all data ranks, by the shapes of a truth; 1 where none of them shows it.
+    """The number of tokens of a step on all data ranks, by the shapes of a truth; 1 if no shape shows it.
 
     `micro` is the number of micro-batches of a step: activations are those of the first one.
     """
@@ -167,14 +167,15 @@ MOVED = frozenset({"param", "param_after"})
 _OTHER_KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds) - MOVED
 """Known kinds of names that are no values of parameters."""
 INITIAL = "initial/"
-"""Begin of the names under which a control run has the values of parameters before the first step."""
+"""The beginning of names under which a control run keeps parameters as they were before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movement:
-    """Movements of one parameter, in float64: the truth's, the ranks' (None where their value is missing), those of
-    control runs and of amplified ones. `stored` and `begun`: by how much storing may change each element, and rounding
-    the first value, which control runs begin with.
+    """Movements of one parameter, in float64: of the truth, the ranks (None without both values) and the control runs.
+
+    By how much each element may be off: `stored`, because its value is stored with rounding; `begun`, because the ranks
+    may have begun with a rounded value (None if the movement begins later).
     """
 
     truth: Numbers
@@ -186,7 +187,7 @@ class Movement:
 
 
 def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
-    """The movement that made this tensor; None for other kinds, and where the value before it is not known."""
+    """The movement that made this tensor; None for other kinds, and if the value before it is not known."""
     values, true = run.tensors, truth.tensors[name]
     started = _value_before(run, truth, name, truth.tensors)
     own = _value_before(run, truth, name, values)
@@ -195,7 +196,7 @@ def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
     moved = compute(_subtract, true, started)
     controls = _movements_in_runs(run, truth, name, truth.controls.runs)
     unit = epsilon(stored_dtype(run, values.get(name, true))) * _count_steps(run, truth, name)
-    first = None if _returns_each_step(run, truth, name) else own  # ranks may begin in the case's dtype
+    first = None if _returns_each_step(run, truth, name) else own  # ranks may begin with values in the case's dtype
     return Movement(
         truth=moved,
         value=compute(_subtract, values[name], own) if name in values and own is not None else None,
@@ -216,30 +217,30 @@ def _subtract(after: Tensor, before: Tensor) -> Tensor:
 
 
 def _storing_error(unit: float, true: Tensor, *moved: Tensor) -> Tensor:
-    """How far storing takes an element of this size; what no run moves is not stored anew."""
+    """The rounding of an element of this size when it is stored; 0 for elements that no run moves."""
     return as_float64(true).abs() * ~torch.stack(moved).eq(0).all(0) * unit
 
 
 def _error_of_start(dtype: str, start: Tensor) -> Tensor:
-    """What rounding the first value to this dtype adds."""
+    """The rounding of the first value in this dtype."""
     return (as_float64(start) - _rounded(start, dtype)).abs()
 
 
 def _rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """Its numbers as this dtype holds them; there are no complex ones narrower than float32."""
+    """The numbers rounded to this dtype; complex ones to complex64 at the least."""
     kind = getattr(torch, dtype)
     return as_float64(tensor).to(torch.promote_types(kind, torch.float32) if tensor.is_complex() else kind).double()
 
 
 def _is_moved(run: RecordedRun, truth: Truth, name: str) -> bool:
-    """Whether the value before is known, of the truth and of what the ranks returned."""
+    """Whether the value before the step is known, of the truth and of what the ranks returned."""
     values = run.tensors
     known = _value_before(run, truth, name, truth.tensors) is not None
     return known and (name not in values or _value_before(run, truth, name, values) is not None)
 
 
 def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None) -> dict[str, float]:
-    """The rms of each kind of these names of the truth (all), of movements where these are known."""
+    """The rms of each kind of these tensors of the truth, by default all; of parameters that of their movements."""
     names, tensors = truth.tensors if names is None else list(names), truth.tensors
     started = {name: before for name in names if (before := _value_before(run, truth, name, tensors)) is not None}
     sizes = kind_rms({name: tensors[name] for name in names if name not in started})
@@ -248,13 +249,13 @@ def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None)
         square = sum(float(block.square().sum()) for block in blocks_of(compute(_subtract, tensors[name], before)))
         squares.setdefault(kind_of(name), []).append((square, before.numel()) if math.isfinite(square) else (0.0, 0))
     moved = {kind: (sum(s for s, _ in each), max(sum(n for _, n in each), 1)) for kind, each in squares.items()}
-    if _SQUARES in sizes:  # what cancels in a gradient is as small in its square as its own square
+    if _SQUARES in sizes:  # a share of a gradient that may cancel is squared with it
         sizes[_SQUARES] *= SCALE_SHARE
     return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
 
 
 def stored_dtype(run: RecordedRun, tensor: Tensor) -> str:
-    """The dtype in which a returned tensor was kept: its own, or the case's where that holds each of its numbers."""
+    """The dtype in which a returned tensor was stored: the case's if that holds each of its numbers, else its own."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     own, case = str(tensor.dtype).removeprefix("torch."), run.case.dtype
     if not tensor.is_floating_point() or tensor.dtype.itemsize <= getattr(torch, case).itemsize:
@@ -264,7 +265,7 @@ def stored_dtype(run: RecordedRun, tensor: Tensor) -> str:
 
 
 def _count_steps(run: RecordedRun, truth: Truth, name: str) -> int:
-    """Over how many steps the movement goes."""
+    """The number of steps of which a movement consists."""
     return 1 if _returns_each_step(run, truth, name) else max(_step_of_name(run, name), 0) + 1
 
 
@@ -280,7 +281,7 @@ def parameter_of_name(name: str) -> str:
 
 
 def _name_of_parameter(truth: Truth, name: str) -> str:
-    """The name of the parameter beside this value: "param_after/0/head" of "ema_after/0/head", where there is one."""
+    """The parameter of this value after the same step, "param_after/0/head" for "ema_after/0/head", else after all."""
     beside = f"param_after/{step_of(name)}/{parameter_of_name(name)}"
     return beside if beside in truth.tensors else f"param/{parameter_of_name(name)}"
 
@@ -294,21 +295,21 @@ def _earlier_name(run: RecordedRun, name: str) -> str:
 def _movements_in_runs(
     run: RecordedRun, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]
 ) -> tuple[Numbers, ...]:
-    """The movements in these runs, of those that have both values."""
+    """The movements in these runs, as far as they have both values."""
     pairs = [(outcome[name], _value_before(run, truth, name, outcome)) for outcome in runs if name in outcome]
     return tuple(compute(_subtract, after, before) for after, before in pairs if before is not None)
 
 
 def _returns_each_step(run: RecordedRun, truth: Truth, name: str) -> bool:
-    """Whether the value before the step is one that is returned after each step."""
+    """Whether the value before the step is known as the one returned after the step before."""
     return _step_of_name(run, name) > 0 and _earlier_name(run, name) in truth.tensors
 
 
 def _value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds.
 
-    A kind of the subject's own, such as averages of parameters, is one where it moves, and stays so near to the value
-    before that its smallest limit would hide half of the step.
+    A kind of the subject's own, such as an average of parameters, counts as their value if it moves, but by less than
+    twice the smallest limit: compared as it is, half of its step could be wrong unnoticed.
     """
     before = _find_value_before(run, truth, name, outcome)
     if before is None or kind_of(name) in MOVED:
@@ -336,7 +337,7 @@ def _find_value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mappi
 
 
 def _likely_start(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor | None:
-    """The value with which a control run began, where rounding explains its distance from the truth's; else this."""
+    """The initial value of a control run if rounding explains its distance from that of the truth; else the truth's."""
     if control is None or true is None or control.shape != true.shape:
         return true
     apart = distance(control, true).frobenius
@@ -344,6 +345,6 @@ def _likely_start(control: Tensor | None, true: Tensor | None, dtype: str) -> Te
 
 
 def _find_rounded_start(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:
-    """The value with which a control run began, where it is one of the case's dtype: ranks begin with the same."""
+    """The initial value of a control run if its numbers are in the case's dtype, as those of ranks; else `before`."""
     kept = control is not None and torch.equal(_rounded(control, dtype), as_float64(control))
     return control if kept else before

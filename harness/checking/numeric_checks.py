@@ -14,17 +14,17 @@ from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, not
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _EQUAL = 1e-6
-"""Ratios that differ by less than this share are equal but for rounding."""
+"""Ratios that differ by less than this share count as equal."""
 _UNJUDGED = (*(NoteKind.NOT_RETURNED, NoteKind.UNDECIDED, NoteKind.FLAWED), *(NoteKind.NOT_IN_TRUTH, NoteKind.DEVIATES))
 """Kinds of notes on tensors that are not measured."""
 _KIND_NAMES = frozenset(KIND_WORDS.get(kind, kind) for kinds in NUMERIC_KINDS.values() for kind in kinds)
 _REST = "forward"
-"""The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
+"""The check of all other kinds of names, which the dense model of a subject may return too."""
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
 def make_numeric_check(check: str) -> Callable[[RecordedRun, Truth, Claims], Finding | None]:
-    """The check of this name: a comparison of its kinds; its finding is None when none were returned."""
+    """The check of this name: it compares the tensors of its kinds. Its finding is None if none were returned."""
     kinds = NUMERIC_KINDS[check]
 
     def belongs(name: str) -> bool:
@@ -43,7 +43,7 @@ def _compare_kinds(
 ) -> Finding | None:
     expected = [name for name in truth.tensors if belongs(name)]
     if not expected and not any(returned & outcome.keys() for outcome in run.outcomes):
-        return None  # captured, where the truth has none: gradients of a step that a loss scale skips
+        return None  # captured, but the truth has none: gradients of a step that a loss scale skips
     known = [name for name in expected if name in run.tensors]
     absent = [name for name in expected if name not in run.tensors]
     flawed = {flaw.name for flaw in run.merged.flaws}.intersection(absent)  # another check found these wrong
@@ -68,7 +68,8 @@ def _compare_kinds(
 def _measure_tensors(run: RecordedRun, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
-    float64 tensors without a control run, relu flip or Adam's bound have float64's own limits and are compared at once.
+    float64 tensors without a control run, relu flip or Adam's bound have the limits of float64 and are compared at
+    once.
     """
     sizes = sizes_of(run, truth, expected)
     together: Mapping[str, Measured] = {}
@@ -81,7 +82,7 @@ def _measure_tensors(run: RecordedRun, truth: Truth, names: Sequence[str], expec
         values |= {name: whole_of(move.value) for name, move in moves.items() if move.value is not None}
         true = {**truth.tensors, **{name: whole_of(move.truth) for name, move in moves.items()}}
         together = measured_together(values, true, sizes)
-        together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
+        together = {name: one for name, one in together.items() if one.right or name not in moves}  # it has no slack
     if all(name in together for name in names):
         return [together[name] for name in names]
     return [together.get(name) or compare_with_truth(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
@@ -91,7 +92,7 @@ _counts = make_numeric_check("tokens")
 
 
 def check_tokens(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
-    """Whether every step counts as many tokens as the dense model, exactly: the number that its mean divides by."""
+    """Whether every step counts exactly as many tokens as the dense model: the number by which its mean divides."""
     finding = _counts(run, truth, claims)
     if finding is None or finding.verdict != FAIL or finding.worst is None:
         return finding
@@ -104,9 +105,9 @@ _states = make_numeric_check("update")
 
 
 def check_update(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
-    """Whether parameters and states after a step are the dense model's; of a step that it skips there are no new ones.
+    """Whether parameters and states after a step are the dense model's. If it skips the step there must be no new ones.
 
-    Values of states that the truth lacks are not looked at: that an optimizer made them is what is wrong.
+    Values of states that the truth lacks are not compared: that an optimizer made them is the error.
     """
     finding = _states(run, truth, claims)
     made = sorted(never_made(truth.tensors, {name for outcome in run.outcomes for name in outcome}))
@@ -124,12 +125,12 @@ def check_update(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | No
 
 
 def _is_decisive(measured: Measured) -> bool:
-    """Whether the numbers decide: beyond its limits, or within limits that admit no half of it."""
+    """Whether the numbers decide: they are beyond their limits, or the limits do not admit half of the tensor."""
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
 
 def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Sequence[Measured]) -> Finding:
-    """The finding, unknown instead of passed where a kind that was returned has no tensor that is decided."""
+    """The finding; unknown instead of passed if no tensor of a returned kind is decided."""
     totals: Counter[str] = Counter()
     for kind, (decided, _) in counts.items():
         totals[name_of_kind(kind)] += decided
@@ -146,7 +147,7 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Se
 
 
 def _why_undecided(*, lost: bool, deviates: bool) -> str:
-    """Why no tensor of a kind is decided; `lost`: rounding explains what one of them holds."""
+    """Why no tensor of a kind is decided. `lost`: rounding explains all that one of them holds."""
     return "rounding" if lost else "stated" if deviates else "unmerged"
 
 
@@ -183,11 +184,11 @@ def name_of_kind(kind: str) -> str:
 
 
 def as_worst(measured: Measured) -> Worst:
-    """The figures of a tensor as a finding has them."""
+    """The figures of a tensor for a finding."""
     return Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
 
 
 def worst_of(measured: Sequence[Measured]) -> Measured:
-    """The tensor furthest beyond, or closest to, its limit; the first of those that are equal but for rounding."""
+    """The tensor furthest beyond its limit, or closest to it; the first of those that are equal but for rounding."""
     largest = max(each.ratio for each in measured)
     return next(each for each in measured if each.ratio >= largest * (1 - _EQUAL))

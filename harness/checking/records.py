@@ -1,4 +1,4 @@
-"""The records of a case, by how long they live: what the ranks left, what is true, what is claimed, what was searched.
+"""The records of a case, by lifetime: what the ranks left, what is true, what is claimed, what was searched.
 
     Calls         what the recorder saw of the ranks: the ledger, waits, bytes; a dry run has it too
     RecordedRun   what the ranks left: their calls, and every tensor that they returned or that was captured
@@ -6,11 +6,11 @@
     Truth         the tensors of the dense model, and how far rounding takes a right result from them
     Claims        what the subject states of the case
     Regroupings   the same global batch in other groupings
-    Documents     what documents of one step do to each other
+    Documents     whether documents of one step influence each other
     DryRun        what only a run without numbers can say
-    Search        what was looked for behind a failure; no check reads it
+    Search        what was searched to explain a failure; no check reads it
 
-A check names in its signature those that it reads, and `checks.run_checks` hands them over. `Evidence` is all of them.
+A check's signature names the records that it reads, and `checks.run_checks` passes them. `Evidence` has all of them.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class Calls:
     events       the ledger, all ranks
     unwaited     asynchronous calls that were never waited for
     saved_bytes  by rank, the most that autograd held for backward; empty when not measured
-    hidden       (rank, call index) of calls that were waited for only after a product; None when not measured
+    hidden       (rank, call index) of calls that were waited for only after a matrix product; None when not measured
     spans        when the ranks of a pipeline computed; empty where ranks took turns
     ran          the ranks that were run, in the order of `saved_bytes`; empty when it was all of them
     packed       whether the subject states documents (shardproof.documents)
@@ -66,7 +66,7 @@ class Calls:
 class MaskDraws:
     """Masks of dropout that were recorded as torch drew them: rates by name.
 
-    `anew` are those drawn in backward, as the user's line and the rank: recomputation that does not repeat its forward.
+    `anew`: line of the user and rank of masks drawn in backward, by a recomputation that does not repeat its forward.
     """
 
     rates: Mapping[str, float]
@@ -75,9 +75,9 @@ class MaskDraws:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerPrecision:
-    """The lowest dtype below the case's own that the ranks compute or send in, "" where nothing is judged by it.
+    """The lowest dtype below the case's own in which the ranks compute or send, "" if there is none.
 
-    `names` are the tensors that are judged by it: its rounding is in them.
+    `names` are the tensors that are judged by it, since they have its rounding.
     """
 
     dtype: str = ""
@@ -91,7 +91,7 @@ class RecordedRun:
     outcomes    by rank, what the subject returned
     captured    by rank, activations, their gradients and dropout masks captured from outside; empty when none were
     merged      the full tensors and flaws of both, held against the truth's shapes
-    mask_draws  what is known of masks that were recorded; None where the subject returned them, or there are none
+    mask_draws  rates of masks that were recorded; None if the subject returned its masks, or there are none
     lower       the lower precision that was found in these tensors
     returned    every name that any rank returned or from which it was captured; follows from the above
     """
@@ -128,18 +128,18 @@ class RecordedRun:
 
     @property
     def full_outcomes(self) -> Outcomes:
-        """By rank, what was returned and what was captured beside it."""
+        """By rank, what was returned and what was captured."""
         outside = self.captured or [{}] * len(self.outcomes)
         return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
 
     def dtype_of(self, name: str) -> str:
-        """The lowest dtype whose rounding is in this tensor, as far as that was looked for."""
+        """The dtype by whose rounding this tensor is judged."""
         return self.lower.dtype if self.lower.dtype and name in self.lower.names else self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Outcomes of further runs of the case that nothing recorded; `problem` is why the machine did not end them."""
+    """Outcomes of further, unrecorded runs of the case; `problem` says why the machine could not finish them."""
 
     runs: tuple[Outcomes, ...] = ()
     problem: str = ""
@@ -154,8 +154,8 @@ class Controls:
     distances   name -> how far control runs are from the truth, of tensors so large that they are not kept
     adam_bound  name -> how far every element may be off because Adam follows rounding; empty for other optimizers
     relu_flips  name -> what a relu within rounding of zero may change; empty until an error needs it
-    states      the subject's own states from which the steps of truth and controls began, by name; None when every
-                step of theirs began where their own last one ended
+    states      the subject's own states from which the steps of truth and controls began, by name; None if each step
+                began where their own step before it ended
     """
 
     runs: tuple[Mapping[str, Tensor], ...] = ()
@@ -168,18 +168,18 @@ class Controls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What the dense model has.
+    """The tensors of the dense model, and what is known about them.
 
     tensors        name -> full tensor
     initial        parameter -> its value before the first step; empty where that is not known
     controls       how far a right result may be from it
-    of_dtype       the operator by which the dense model is another function in every dtype, in words; then the tensors
-                   are those in the case's dtype. "" where there is none
-    first_forward  the tensor of its first forward that is furthest off in float32; None where that was not looked at
-                   (harness.running.trials.law_runs)
+    of_dtype       the operator that makes the dense model another function in each dtype, in words, else "". With one,
+                   `tensors` are those of the case's dtype
+    first_forward  the tensor of its first forward that is furthest off in float32 (harness.running.trials.law_runs);
+                   None if that was not measured
     unread         rows of tables that the data of the case never look up, in words of the reference
-    from_ranks     names of tensors that it was given of the outcome and does not check; empty where it knows all
-    unmergeable    whether there is no truth, since tensors of the ranks that it needs do not merge
+    from_ranks     names of tensors of the outcome that were given to it, and are not checked
+    unmergeable    whether there is no truth because tensors that it needs from the ranks do not merge
     init_std       standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     """
 
@@ -196,12 +196,12 @@ class Truth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What the subject states of a case.
+    """What the subject states about a case.
 
-    axes               axis -> the rank lists of its groups: the case's, or the subject's own where it states them
+    axes               axis -> the rank lists of its groups: the subject's own if it states them, else the case's
     expectation        the closed form of the ledger, None when the subject has none
     declared           patterns of names that the subject leaves out on purpose
-    known_differences  how tensors deviate from the truth by design; None where they do not
+    known_differences  how tensors deviate from the truth by design, or None
     """
 
     axes: Axes
@@ -214,9 +214,9 @@ class Claims:
 class Regrouped:
     """A run of the same global batch with these `sizes` of dp, micro, ...: its merged `tensors`.
 
-    `flaws` are of tensors that make no full one; `problem` is why the subject did not finish it. `undecided`: that was
-    the machine, which says nothing about the subject. `truth`: the dense model's tensors in this grouping, where the
-    step is another one there and the dense model is a function of the subject's own.
+    flaws      of tensors that did not merge
+    problem    why the run did not finish; `undecided`: because of the machine, which says nothing about the subject
+    truth      the dense model's tensors in this grouping, if the dense model computes another step there
     """
 
     sizes: Mapping[str, int]
@@ -241,7 +241,7 @@ class Regroupings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What a run without numbers says beside its calls: what the fullest rank holds, and what is left unchecked."""
+    """What a run without numbers states beside its calls: the memory of the fullest rank, and what is unchecked."""
 
     memory: Fact
     notes: tuple[Note, ...] = ()
@@ -249,10 +249,11 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentLeak:
-    """A document that reaches another one, in the `phase` forward or backward: numbers of the two.
+    """Document number `of` changes document `other`, in the `phase` forward or backward.
 
-    token     the token of the other one that is furthest off, of the rank's own in one row, and `gap` by how much
-    call      which of the rank's statements shows it; `place` is its line, `before` that of the one it came from
+    token     the token of the other document that changes most, by its place on the rank; `gap` is by how much
+    call      the number of the rank's call of `documents` that shows it; `place` is its line, `before` the line of the
+              call from which it came
     rounding  whether the gap is as small as rounding
     """
 
@@ -270,9 +271,9 @@ class DocumentLeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """What runs of one step tell of the documents in it: how many there are, and the first one that reaches another.
+    """The documents of one step: how many there are, and the first leak from one to another.
 
-    `problem` is why they could not be told apart, "" where they were.
+    `problem` is why this could not be checked, else "".
     """
 
     count: int = 0
@@ -286,11 +287,11 @@ RECORDS = (Calls, RecordedRun, Repeats, Truth, Claims, Regroupings, Documents, D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """The first module that differs from the truth's, found without a declared layout: a place, never a verdict.
+    """The first module that differs from the truth's, found without a declared layout. It is a place, not a verdict.
 
-    `phase` is "forward" or "backward", `module` its path ("" is the model itself), `words` how it shows. `summed` is
-    the axis over which its tensors are partial sums. Else `shown` are the wrong tensor and the truth's, one pair for
-    each layout that its shape allows.
+    `phase` is "forward" or "backward", `module` its path ("" is the model itself); `words` say what differs. `summed`
+    is the axis over which its tensors are partial sums. Without that, `shown` has the wrong tensor and the truth's, a
+    pair for each layout that its shape allows.
     """
 
     phase: str
@@ -302,20 +303,19 @@ class Located:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was looked for behind a failure.
+    """What was searched to explain a failure.
 
     shares            what was computed with the dense model (DenseModelLike.shares)
-    others            evidence of the same subject in cases that differ in one size, where a cause needs them
-    earlier           evidence and findings of the same case ended before the first wrong step, where states after a
-                      step were not returned; None where that run was not needed or could not be made
+    others            evidence of the same subject in cases that differ in one size, if a cause needs them
+    earlier           evidence and findings of the same case, ended before the first wrong step; None if states were
+                      returned after every step, or if that run was impossible
     located           the first wrong module, when it was looked for without a declared layout
-    low_precision_op  where a lower precision enters on several ranks alone, if it explains what is wrong; else ""
+    low_precision_op  the operator that rounds on several ranks and not on one, if it explains the errors; else ""
     drawn             numbers that ranks drew in forward and the truth did not; None where there are none
     other_samples     how the samples of the ranks differ from those of the truth; None where they do not
     other_start       a parameter that a rank begins with other values than the truth; None without one
-    unsummed          by rank, the sum of squares of its gradients after each that backward added to, before any sum
-                      over ranks
-    before_sums       by rank, parameter -> what backward gave to it in the first step, before any sum over ranks
+    unsummed          by rank, the running sum of squares of its gradients, before any sum over ranks
+    before_sums       by rank, parameter -> its gradient from backward in the first step, before any sum over ranks
     observed          step and micro-batch of the activations
     """
 
@@ -334,7 +334,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All records of one case; those of runs that were not made are None."""
+    """All records of one case; None for those whose runs were not made."""
 
     run: RecordedRun
     claims: Claims
@@ -347,7 +347,7 @@ class Evidence:
 
     @property
     def records(self) -> tuple[object, ...]:
-        """The records that checks may read: a run without numbers left calls alone."""
+        """The records that checks may read; of a run without numbers no tensors."""
         numbers = () if self.dry else (self.run, self.truth)
         made = (self.run.calls, self.claims, *numbers, self.repeats, self.regroupings, self.documents, self.dry)
         return tuple(record for record in made if record is not None)
@@ -360,9 +360,9 @@ class Evidence:
 def merged_outcomes(
     outcomes: Outcomes, captured: Outcomes, truth: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
 ) -> Merged:
-    """The full tensors of what the ranks returned and what was captured from them; a returned name comes first.
+    """The full tensors of what the ranks returned and what was captured from them. Returned ones win.
 
-    `known`: full tensors that the same outcomes gave before, which are not merged again.
+    `known`: full tensors that were merged from the same outcomes before.
     """
     both = [{**from_outside, **mine} for mine, from_outside in zip(outcomes, captured, strict=False)]
     outside = frozenset[str]().union(*captured)

@@ -2,12 +2,12 @@
 
 Data ranks and micro-batches take other samples, context ranks other tokens of them, stages other layers.
 
-The law needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding.
-The parameters after it are too, but for what an optimizer makes of rounding. A breach is named by its factor. Most real
-bugs of data parallelism and gradient accumulation are one: a loss averaged where it must be summed, a mean of means.
+The law needs no dense model. Loss, token count, gradients and gradient norm of the first step are equal up to rounding.
+So are the parameters after it, but for what an optimizer makes of rounding. A breach is named by its factor, which most
+real bugs of data parallelism and gradient accumulation have: a loss averaged instead of summed, a mean of means.
 
 In lower precision the first step alone is compared. Each of the two groupings may be as far from exact arithmetic as
-the control runs of the dense model allow. So they may be twice as far from each other.
+the control runs of the dense model allow, so they may differ by twice as much.
 """
 
 import math
@@ -29,17 +29,16 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
-"""Kinds that are compared with the wider limit: an optimizer may make full steps of gradients that are zero but for
-rounding."""
+"""Kinds with the wider limit: an optimizer may make full steps of gradients that are zero but for rounding."""
 _CONSTANT = 1e-6
-"""A tensor is a factor times another when what is left is this share of it at most."""
+"""A tensor is a multiple of another one if at most this share of it is left."""
 _EPSILONS = 64.0
-"""Or this many epsilons of a lower precision."""
+"""Or at most this many epsilons of a lower precision."""
 
 
 def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
     """Whether the step is the same in every other grouping that was run."""
-    settled: dict[str, int] = {}  # sizes with which the step was the same
+    settled: dict[str, int] = {}  # sizes in which the step is the same
     by_model: list[Fact] = []
     for other in regroupings.runs:
         if flaw := next((flaw for flaw in other.flaws if flaw.name in run.tensors), None):
@@ -77,9 +76,9 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
 
 
 def _by_design(run: RecordedRun, claims: Claims) -> dict[str, str]:
-    """The names that deviate as the subject states, each with its sentence.
+    """The names that the subject states to deviate, each with its sentence.
 
-    Also where the truth applies the deviation: what is counted or rounded by rank is another number in other groups.
+    Also those whose deviation the truth applies: what is counted or rounded on each rank depends on the grouping.
     """
     stated = claims.known_differences
     return {name: sentence for name in run.tensors if (sentence := stated.sentence(name))} if stated else {}
@@ -108,7 +107,7 @@ def _compare_groupings(
 
 
 def _compare_rounded(run: RecordedRun, truth: Truth, name: str, other: Tensor, kind: float) -> Measured:
-    """Two tensors in lower precision, each within what control runs allow around one truth."""
+    """Two tensors in lower precision, each within what control runs allow around the truth."""
     dtype, lower = run.dtype, run.lower.dtype if name in run.lower.names else ""
     if not other.is_floating_point():
         return measure(name, other, run.tensors[name], dtype=dtype)
@@ -121,9 +120,10 @@ def _compare_rounded(run: RecordedRun, truth: Truth, name: str, other: Tensor, k
 
 
 def _is_the_models_own(run: RecordedRun, other: Regrouped, wrong: tuple[Measured, ...], breach: Finding) -> bool:
-    """Whether the step follows the dense model from one grouping to the other, by no ratio of sizes.
+    """Whether the step changes with the grouping as the dense model does, by no ratio of sizes.
 
-    Then it cannot be told whether the model is one of whole micro-batches, as batch norm is, or both average wrongly.
+    Then it cannot be decided whether the model depends on whole micro-batches, as batch norm does, or both average
+    wrongly.
     """
     values = breach.facts[0].values
     if values["grows"] or values["falls"]:
@@ -164,15 +164,15 @@ def _report_breach(
 
 
 def _sizes_here(run: RecordedRun, other: Regrouped) -> str:
-    """The words of a grouping as the case itself has them."""
+    """The words of a grouping, with the values of the case itself."""
     return " ".join(f"{word}={getattr(run.case, word)}" for word in other.sizes)
 
 
 def _find_factor(
     base: Tensor, other: Tensor, run: RecordedRun, sizes: Mapping[str, int]
 ) -> tuple[float, list[str], list[str]]:
-    """The factor of the other grouping's tensor on this one's, nan where it is no multiple; and the sizes with which it
-    grows, or else falls.
+    """The factor of the other grouping's tensor on this one's, nan if it is no multiple; and the sizes with which it
+    grows or falls.
     """
     square = float(base.square().sum())
     ratio = float((base * other).sum()) / square if square else math.nan
@@ -188,7 +188,7 @@ def _find_factor(
 
 
 def check_truth(run: RecordedRun, truth: Truth) -> Finding | None:
-    """Whether the first forward of the dense model in float32 is that in float64, but for rounding
+    """Whether the first forward of the dense model in float32 equals that in float64 up to rounding
     (harness.running.trials.law_runs).
 
     A function that depends on the dtype by one operator is compared with itself in the case's dtype.

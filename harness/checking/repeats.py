@@ -1,5 +1,5 @@
-"""Checks of runs of one case against each other, bit for bit: whether they repeat, whether recording disturbs, and
-whether documents that share a row leave each other alone.
+"""Compares runs of one case bit for bit: whether they repeat, whether recording disturbs, and whether documents that
+share a row influence each other.
 """
 
 import math
@@ -16,7 +16,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 def check_determinism(run: RecordedRun, repeats: Repeats) -> Finding:
     """Whether two runs of the case give the same bits on every rank.
 
-    When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
+    If the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
     """
     return _compare_repeats(run, repeats, blame_recording=False)
 
@@ -29,10 +29,9 @@ def check_recording(run: RecordedRun, repeats: Repeats) -> Finding:
 def check_documents(documents: Documents) -> Finding:
     """Whether documents that share a row, a step or ranks are computed as if each were alone.
 
-    No document changes another one, and no gradient of one reaches another one's tokens.
-
-    Both are exact: a document that is not read adds nothing at all. Runs of one step tell it
-    (harness.running.trials.document_runs). So it needs no dense model, and it notices what a dense model does too.
+    No document changes another one, and no gradient of one reaches another one's tokens. Both are exact, since a
+    document that is not read adds nothing at all. Runs of one step show it (harness.running.trials.document_runs), so
+    the check needs no dense model, and applies to one as well.
     """
     if documents.problem:
         return Finding(verdict=UNKNOWN, facts=(state_fact("documents_unknown", problem=documents.problem),))
@@ -72,7 +71,7 @@ def _compare_repeats(run: RecordedRun, repeats: Repeats, *, blame_recording: boo
 
 
 def _of_name(outcomes: Outcomes, name: str) -> Outcomes:
-    """The ranks' outcomes under one name alone."""
+    """The ranks' outcomes of one name alone."""
     return [{name: outcome[name]} if name in outcome else {} for outcome in outcomes]
 
 
@@ -82,7 +81,7 @@ def same_outcomes(first: Outcomes, second: Outcomes) -> bool:
 
 
 def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, Fact] | None:
-    """Name, rank and kind of the first value that two runs do not share."""
+    """Name, rank and kind of the first value in which two runs differ."""
     for rank, (mine, theirs) in enumerate(zip(first, second, strict=True)):
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:

@@ -27,7 +27,7 @@ _compared = make_numeric_check(KIND)
 
 
 def check_routing(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
-    """Whether every token goes to the experts that it must go to, by the maps that ranks returned."""
+    """Whether every token goes to the experts that it must, by the maps that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
     if not names:
         return None
@@ -60,7 +60,7 @@ def check_routing(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | N
 
 
 def _compare_choices(run: RecordedRun, name: str, ranks: Sequence[int]) -> Fact:
-    """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
+    """The choices of the first of these ranks that differ from those of the first rank with the same tokens."""
     rank = ranks[0]
     holders = [(other, block) for other, outcome in enumerate(run.full_outcomes) for block in outcome.get(name, ())]
     for mine in run.full_outcomes[rank][name]:
@@ -68,11 +68,11 @@ def _compare_choices(run: RecordedRun, name: str, ranks: Sequence[int]) -> Fact:
         if not same_bits(mine.local, theirs.local):
             how = _count_moved_tokens(mine.local, theirs.local, rank, first)
             return state_fact("other_experts", name=name, ranks=ranks, first=first, how=how)
-    raise AssertionError(f"{name}: no block of rank {rank} differs")  # the flaw says that one does
+    raise AssertionError(f"{name}: no block of rank {rank} differs")  # the flaw says that one of them does
 
 
 def _count_moved_tokens(mine: Tensor, theirs: Tensor, rank: int, first: int) -> Fact:
-    """How many tokens go elsewhere, and where the first of them does."""
+    """How many tokens go to other experts, and where the first of them does."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return state_fact("other_form", rank=rank, other=first)
     elsewhere = (mine != theirs).any(-1)
@@ -87,12 +87,12 @@ def _count_moved_tokens(mine: Tensor, theirs: Tensor, rank: int, first: int) -> 
 
 
 def count_rows(whole: Tensor) -> Tensor:
-    """Rows of every expert, int64 [experts], of a map [.., experts]."""
+    """The rows of every expert, int64 [experts], of a map [.., experts]."""
     return (whole != 0).reshape(-1, whole.shape[-1]).sum(0)
 
 
 def balance_of_rows(rows_E: Tensor) -> float:
-    """Rows of the busiest expert over the mean; 1 where no token goes anywhere."""
+    """Rows of the busiest expert over the mean; 1 if no token goes anywhere."""
     mean = float(rows_E.double().mean())
     return float(rows_E.max()) / mean if mean else 1.0
 
@@ -101,7 +101,7 @@ LOAD_COLUMNS = ("case", "step", "module", "expert", "rows")
 
 
 def load_rows(case: str, run: RecordedRun) -> Iterator[tuple[object, ...]]:
-    """Rows of experts.csv: what every expert gets, of all ranks and micro-batches of a step."""
+    """Rows of experts.csv: the rows of every expert, of all ranks and micro-batches of a step."""
     for name in sorted(name for name in run.tensors if kind_of(name) == KIND):
         _, step, module = [*name.split("/", 2), ""][:3]
         whole = run.tensors[name]

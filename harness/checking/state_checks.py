@@ -18,7 +18,9 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 KIND = "init"
 SIGMAS = 6.0
 _FIRST = 8
-"""Numbers in the order of memory; equal by chance in two tensors of bfloat16 about once in 10^18 pairs."""
+"""As many first numbers of memory are compared: in two tensors of bfloat16 they are equal by chance once in 10^18
+pairs.
+"""
 _compared = make_numeric_check("initial_values")
 
 
@@ -68,7 +70,7 @@ def _find_deviating_states(run: RecordedRun, truth: Truth, names: list[str]) -> 
 
 
 def _find_equal_starts(run: RecordedRun, names: list[str]) -> Iterator[tuple[str, Fact]]:
-    """Parameters, and shards of one, that begin with the numbers of one before."""
+    """Parameters, and shards of one, that begin with the numbers of an earlier one."""
     seen: dict[bytes, tuple[int, tuple[str, tuple[int, ...]]]] = {}
     for name in names:
         shards = {
@@ -93,16 +95,16 @@ def _is_constant(local: Tensor) -> bool:
 
 
 _COUNTS = ("steps", "step_after", "loss_scale")
-"""Kinds of saved/ that are counts."""
+"""Kinds of saved/ that are integers."""
 
 
 def check_saved_state(run: RecordedRun, truth: Truth) -> Finding | None:
-    """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
+    """Whether the files of a checkpoint (`saved/<name>`) hold what the ranks hold under that name, bit for bit.
 
-    They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
-    merged from their own shards and held against the dense model by `update`. So a save in a wrong order is seen where
-    it is written, though a load that reads it alike would undo it. Counts that ranks do not return (steps, the state of
-    the loss scale) are held against the truth, which rounding does not change.
+    They are full tensors, read by another reader than the one that loads them, if there is one. Tensors of ranks are
+    merged from their own shards and compared with the dense model by `update`. So a save in a wrong order is noticed
+    when it is written, though a load with the same error would undo it. Integers that ranks do not return (steps, the
+    state of the loss scale) are compared with the truth, since rounding does not change them.
     """
     names = [name for name in run.returned if kind_of(name) == "saved"]
     if not names:

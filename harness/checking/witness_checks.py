@@ -13,7 +13,8 @@ CHECK = "witnesses"
 
 
 def judge_agreement(agreed: Agreement, steps: str = "") -> Finding:
-    """The verdict: a failure names the first event on which the witnesses part; nothing seen at all is no agreement.
+    """The verdict: a failure names the first event in which the witnesses differ; if they saw nothing, they do not
+    agree.
 
     `steps` are the chosen ones as they were requested, "" for all.
     """
@@ -39,7 +40,7 @@ def judge_agreement(agreed: Agreement, steps: str = "") -> Finding:
 
 
 def qualify_finding(found: Finding, sessions: Mapping[str, Session], untold: str) -> Finding:
-    """A finding that is no failure, with what could not be checked: a missing tool leaves it open."""
+    """A finding that is no failure, with what could not be checked. A missing tool leaves it undecided."""
     if untold:
         notes = (*found.notes, *note_unchecked("closed form of the chosen steps"))
         found = replace(found, facts=(*found.facts, state_fact("not_asked", why=untold)), notes=notes)

@@ -1,4 +1,4 @@
-"""Wrong ranks in words: by a coordinate on the mesh where it is theirs alone, beside ranks that hold nothing."""
+"""Wrong ranks in words: by a coordinate on the mesh if only they have it, and without ranks that hold nothing."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -11,9 +11,9 @@ from shardproof.harness.mesh_axes import place_of_rank, split_axes
 
 
 def ranks_in_words(evidence: Evidence, name: str) -> str:
-    """The ranks where a name is wrong, by their coordinates; "" when all are, or when no two axes set them apart.
+    """The ranks on which a name is wrong, by their coordinates; "" if all are, or if no two axes distinguish them.
 
-    All names of its kind decide instead, where a gradient or parameter is wrong on every rank that holds it.
+    A gradient or parameter may be wrong on every rank that holds it; then all names of its kind decide.
     """
     bad, good = ranks_apart(evidence.run, evidence.truth, [name])
     if not good and kind_of(name) in ("grad", "param", "param_after"):
@@ -35,7 +35,7 @@ def ranks_in_words(evidence: Evidence, name: str) -> str:
 
 
 def _empty_ranks(run: RecordedRun, name: str) -> list[int]:
-    """The ranks that returned a part of this name in which there is no element."""
+    """The ranks that returned an empty part of this name."""
     return [rank for rank, blocks in blocks_of(run, name).items() if not any(block.local.numel() for block in blocks)]
 
 
@@ -44,7 +44,7 @@ def _describe_holders(ranks: Sequence[int]) -> str:
 
 
 def _in_words(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
-    """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
+    """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several on two axes are "others"."""
     if len(axes) > 1 and len(places) > 1:
         return "others"
     if len(axes) > 1:

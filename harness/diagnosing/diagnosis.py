@@ -1,7 +1,7 @@
-"""The diagnosis of a failed check: what is wrong and where, the first place where it went wrong, and likely causes.
+"""The diagnosis of a failed check: what is wrong and where, the first wrong place, and likely causes.
 
-The first place is `harness.diagnosing.first_place`'s, the causes are `harness.diagnosing.rank_causes`'s; how it is
-stored is `harness.diagnosing.explained`.
+`harness.diagnosing.first_place` finds the place, `harness.diagnosing.rank_causes` the causes, and
+`harness.diagnosing.explained` makes the record that is stored.
 """
 
 import math
@@ -29,9 +29,9 @@ from shardproof.harness.verdicts.verdict import FAIL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Common part of all failed checks of a case: the first place where it went wrong, and what is likely behind it.
+    """What all failed checks of a case have in common: the first wrong place, and its likely causes.
 
-    `agreement` is what else is known where no cause fits.
+    `agreement` is what else is known if no cause fits.
     """
 
     first: First
@@ -41,9 +41,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Explanation):
-    """A failed check explained. `name` is the tensor or event in question; `ranks` are empty for all or unknown ranks.
+    """A failed check explained. `name` is the tensor or event in question; `ranks` is empty for all or unknown ranks.
 
-    `step` is -1 when it is unknown.
+    `step` is -1 if it is unknown.
     """
 
     check: str
@@ -59,9 +59,9 @@ BIT_FOR_BIT = ("replicas", "determinism", "recording")
 
 
 def faults_of(run: RecordedRun, findings: Mapping[str, Finding]) -> list[Mapping[str, Finding]]:
-    """The findings by independent faults, the one that is explained first in front: one, or two.
+    """The findings by independent faults, one or two, the one that is explained first in front.
 
-    Replicas or runs that are apart by rounding alone explain no number beyond its limit, and come for themselves.
+    Replicas or runs that differ by rounding alone explain no number beyond its limit, and are a fault of their own.
     """
     failed = {check: finding for check, finding in findings.items() if finding.verdict == FAIL}
     little = {
@@ -84,7 +84,7 @@ def faults_of(run: RecordedRun, findings: Mapping[str, Finding]) -> list[Mapping
 
 
 def _is_rounding(run: RecordedRun, check: str, finding: Finding, name: str) -> bool:
-    """Whether the difference of replicas, or of runs, of this name is within their last bits."""
+    """Whether the difference of replicas, or of runs, of this name is in their last bits."""
     of_runs = finding.worst.error if finding.worst else math.inf
     spread = replica_spread(run.full_outcomes, name) if check == "replicas" else of_runs
     blocks = (block.local for outcome in run.full_outcomes for block in outcome.get(name, ()))
@@ -94,14 +94,14 @@ def _is_rounding(run: RecordedRun, check: str, finding: Finding, name: str) -> b
 def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
     """Where a case with failed checks first went wrong, and why.
 
-    Where the same case is wrong already when it ends a step earlier, that is the first place.
+    If the same case is already wrong when it ends one step earlier, that is the first place.
     """
     earlier, known = evidence.search.earlier or (None, {})
     if earlier is not None and wrong_names(earlier.run, earlier.truth, known):
         ended = explanation_of(earlier, known)
         seen = f"seen where the case ends with that step (steps={earlier.run.case.steps})"
         if earlier.search.earlier and any(line.startswith("seen where") for line in ended.first.beside):
-            return ended  # it ended earlier still
+            return ended  # it was ended even earlier
         return replace(ended, first=replace(ended.first, beside=(*ended.first.beside, seen)))
     findings = faults_of(evidence.run, findings)[0]
     wrong = wrong_names(evidence.run, evidence.truth, findings)
@@ -122,7 +122,8 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         )
 
     causes = causes_of(wrong)
-    if not causes and evidence.search.observed != (0, 0):  # what the later micro-batch does not show, the others may
+    # What activations of a later micro-batch do not show, tensors of the first one may.
+    if not causes and evidence.search.observed != (0, 0):
         causes = causes_of([name for name in wrong if kind_of(name) not in ("act", "act_grad")])
     agreed = AgreementByKind()
     if not causes:
@@ -131,7 +132,7 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
 
 
 def _find_undecided_names(truth: Truth, findings: Mapping[str, Finding]) -> set[str]:
-    """Names of the truth of which no check says whether they are right."""
+    """Names of the truth of which no check decides whether they are right."""
     compared = {kind for check, kinds in NUMERIC_KINDS.items() if check in findings for kind in kinds}
     noted = {name for finding in findings.values() for name in noted_names(finding.notes)}
     return noted | {name for name in truth.tensors if kind_of(name) not in compared}
@@ -184,9 +185,9 @@ def diagnose_ended_case(error: ShardproofError) -> Diagnosis:
 
 
 def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | None:
-    """The first difference of the ledger; where numbers are wrong, but for other payloads in modules of experts.
+    """The first difference of the ledger. If numbers are wrong, other payloads in modules of experts do not count.
 
-    A choice of experts, which follows from numbers, decides how many rows their calls have.
+    The choice of experts follows from numbers, and decides how many rows their calls have.
     """
     if evidence.claims.expectation is None:
         return None

@@ -1,8 +1,8 @@
-"""Every tensor of a failed case with its error, where it is computed, and the first place: rows of `errors.csv`.
+"""Every tensor of a failed case with its error and where it is computed, and the first place: rows of `errors.csv`.
 
-A verdict names one tensor, the worst; this is all of them, so that a report can show where it began and how it spread.
-Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first place, with
-`first` = "yes", no name and no error of its own. A call may show it, and no tensor.
+A verdict names one tensor, the worst. These rows are all of them, so that a report can show where the error began and
+how it spread. Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first
+place, with `first` = "yes" and no error; it has no name if a call shows the place, and no tensor.
 """
 
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
@@ -16,7 +16,7 @@ _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
 def error_rows(run: RecordedRun, truth: Truth, text: str, first: First) -> list[tuple[object, ...]]:
-    """Rows of ERROR_COLUMNS in the order in which training computes; `text` is the case's."""
+    """The rows of ERROR_COLUMNS in the order of training; `text` is the case's."""
     steps = run.case.steps
     known = [name for name in truth.tensors if name in run.tensors and kind_of(name) in _KINDS]
     sizes = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in _KINDS])

@@ -1,4 +1,4 @@
-"""A failed check as the record that is stored: place, amount, likely causes, and the command that repeats it."""
+"""A failed check as the stored record: place, error, likely causes, and the command that repeats it."""
 
 import shlex
 
@@ -12,7 +12,7 @@ from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.verdicts.facts import End, FailedCheck, LikelyCause, Where, WrongTensor
 
 LAUNCHED = "torchrun --nproc-per-node {} -m shardproof"
-"""Words in the place of `shardproof` where every rank is launched."""
+"""The words that replace `shardproof` if every rank is launched."""
 
 
 def repeat_command(case: CaseLike, subject: str, options: str = "") -> str:
@@ -60,7 +60,7 @@ def failed_check(
 
 
 def failed_run(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> FailedCheck:
-    """The record of a case that left no outcome: the subject raised, ranks parted, the machine failed."""
+    """The record of a case without an outcome: the subject raised, ranks diverged, the machine failed."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
     return FailedCheck(
         where=Where(mode=case.mode, world_size=case.world_size),

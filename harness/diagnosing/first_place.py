@@ -2,24 +2,24 @@
 
 The kind of the first wrong name in the order of training (`causes.places.order_by_time`) gives the place:
 
-    act/M          module M, forward: its inputs came earlier and were right; in the first micro-batch of step 0, or in
-                   a later one that was looked at (`Search.observed`)
-    logits/s       another micro-batch than the captured one, or step s
-    loss/s         between logits and loss
-    act_grad/M     the backward of whoever uses what M returned
-    grad/p         grad_sync where backward left it right, backward where it is a sum of what backward left wrong. Where
-                   neither is known: grad_sync where all gradients are wrong, or several modules' and no cut one, or
-                   p's replicas differ. The module is that of the first wrong gradient
+    act/M          the forward of module M, whose inputs came earlier and are right; in the first micro-batch of step
+                   0, or in the one whose activations were captured (`Search.observed`)
+    logits/s       the forward of step s, in another micro-batch than the captured one
+    loss/s         the computation of the loss from the logits
+    act_grad/M     the backward of the module that uses the output of M
+    grad/p         grad_sync if backward left the gradient right, backward if it left it wrong. If neither is known:
+                   grad_sync if all gradients are wrong, or those of several modules but none that is sharded, or if
+                   replicas of p differ; otherwise backward. The module is that of the first wrong gradient
     tokens/s, grad_norm/s
-                   between the last backward and the optimizer's step, where ranks sum their own
-    param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
+                   the sums over ranks between the last backward and the optimizer's step
+    param/p        the optimizer's step; so do states after a step (param_after/s/p, exp_avg_after/s/p)
 
-Where step s - 1 is right and s begins wrong, the update of s - 1 is the place. Right parameters behind it exonerate it:
-returned ones, else those of the same case ended there (`Evidence.earlier`).
+If step s - 1 is right and s begins wrong, the update of s - 1 is the place, unless the parameters after it are known to
+be right: those that were returned, or those of the same case ended there (`Search.earlier`).
 
-An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call. Beside
-the place stand two facts. Wrong ranks are named by their coordinates on the mesh: "wrong on cp rank 1 alone, right on
-cp rank 0". Code that no module owns is named by the modules around it: "between wqkv and wo: the attention core".
+A call that differs from the expectation in the same phase or an earlier one is named instead of a tensor, because it is
+exact. Two facts are added to a place: the coordinates of the wrong ranks on the mesh ("wrong on cp rank 1 alone, right
+on cp rank 0"), and for code that is in no module the modules around it ("between wqkv and wo: the attention core").
 """
 
 import re
@@ -49,14 +49,14 @@ def first_place(
 ) -> First:
     """The first place of these wrong names (in training order) and this first difference of the ledger.
 
-    `law` is the first general law that the calls broke, where no expectation says more.
+    `law` is the first general law that the calls broke, if there is no expectation.
     """
     event = state_difference(parted).text + (f" at {parted.caller}" if parted.caller else "") if parted else ""
     shown = _shown_by(evidence, wrong) if wrong else None
     if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
         name, phase, region = wrong[0] if wrong else "", _issued_in(parted), parted.line.region
         if phase == "grad_sync" and not region and kind_of(name) == "grad":
-            # sums over ranks belong to no module, what was not summed does
+            # A sum over ranks is in no module, so the module is that of the gradient.
             region = _owner_of_gradient(evidence.run, evidence.truth, [name])
         return First(phase=phase, region=region, name=name, event=event)
     if (stray := next(iter(find_strays(evidence.run.calls, evidence.claims)), None)) and (
@@ -83,7 +83,7 @@ def first_place(
 
 
 def _issued_as(calls: Calls, work: Unwaited) -> Event | None:
-    """The event of a work: by its number among its rank's calls in its group, else the first from the same line."""
+    """The event of a work: by its number among the calls of its rank and group, else the first of the same line."""
     alike = [event for event in calls.events if event.rank == work.rank and event.op not in ("send", "recv")]
     of_group = [event for event in alike if event.axis == work.group.partition(" ")[0]]
     numbered = of_group[work.number : work.number + 1] if work.number >= 0 else []
@@ -93,14 +93,14 @@ def _issued_as(calls: Calls, work: Unwaited) -> Event | None:
 
 
 def _issued_in(parted: Difference) -> str:
-    """The phase of a differing call; "step" for a call of grad_sync found in data: no optimizer step comes after it."""
+    """The phase of a differing call; "step" for a call of grad_sync in data, which came after the last step."""
     if parted.expected and parted.found and (parted.expected.phase, parted.found.phase) == ("grad_sync", "data"):
         return "step"
     return parted.line.phase
 
 
 def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> bool:
-    """Whether what the ledger shows comes before what the tensors show, or at the same place."""
+    """Whether the difference of the ledger comes before the first wrong tensor, or at the same place."""
     if shown.step:  # a difference counts whole runs, so it may be of step 0
         return True
     call, tensor = _order_of_phase(_issued_in(parted)), _order_of_phase(shown.phase)
@@ -151,7 +151,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
 
 
 def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:
-    """The first module that a rank computes, where it drew this mask before all others; "" where that is not known."""
+    """The first module that a rank computes, if this mask is the first that it drew; else ""."""
     outcome = evidence.run.full_outcomes[rank]
     drawn = next(name for name in outcome if kind_of(name) == "mask")
     modules = [name.removeprefix("act/") for name in outcome if kind_of(name) == "act"]
@@ -161,16 +161,16 @@ def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:
 
 
 def has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
-    """Whether every parameter of a run in which nothing is wrong is right for sure: no wide limit may hide a step."""
+    """Whether every parameter of a run without failures is surely right: no wide limit may hide a wrong step."""
     decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
     return 0 < decided == of and not run.lower.names and run.dtype in ("float64", "float32")
 
 
 def _user_of(truth: Truth, module: str) -> str:
-    """The module whose backward gives the gradient of what `module` returned; itself when that is the loss.
+    """The module whose backward computes the gradient of the output of `module`; for the last module itself.
 
-    A module inside another hands on to the next inside it, the last one to the code around them. Code between two
-    siblings that are blocks (a residual sum), or that several siblings share, belongs to the module around both.
+    That is the next module in the same parent, or else the next one at all. Code between two siblings, as after a block
+    (a residual sum) or between two matrices, belongs to their parent.
     """
     order = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     if module not in order:
@@ -189,9 +189,9 @@ def _user_of(truth: Truth, module: str) -> str:
 
 
 def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str, str]:
-    """Phase and module of wrong parameter gradients whose activation gradients are all right, and what backward left.
+    """Phase and module of wrong parameter gradients whose activation gradients are all right.
 
-    Where backward left the first one right, what follows is wrong.
+    The third is a sentence if backward left the first one right: then what follows is wrong. Otherwise it is "".
     """
     run, truth = evidence.run, evidence.truth
     bad = [name for name in wrong if kind_of(name) == "grad"]
@@ -212,8 +212,8 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str,
 def _owner_of_gradient(run: RecordedRun, truth: Truth, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
-    A module without parameters of its own may use a table of the first one (a head tied to the embedding), which has
-    a row for each of its outputs. Its addition touches every row, which a lookup of some tokens does not.
+    A last module without parameters may use the table of the first one, as a head tied to the embedding does. The
+    gradient that it adds has every row, and that of looking up some tokens has not.
     """
     modules = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     leaves = [module for module in modules if not any(other.startswith(f"{module}.") for other in modules)]
@@ -247,7 +247,7 @@ _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the acti
 def name_surrounding_modules(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str]) -> str:
     """The two modules around the unnamed code that computes the first wrong activation, or gradient of an activation.
 
-    The first module's value is right, the second's wrong; "" where a named module computes the wrong value.
+    The value of the first module is right and that of the second is wrong. "" if a module computes the wrong value.
     """
     kind, _, module = name.partition("/")
     order = [other.partition("/")[2] for other in truth.tensors if kind_of(other) == "act"]

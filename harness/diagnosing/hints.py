@@ -1,4 +1,4 @@
-"""Facts about a failure where no cause fits: which tensors agree with the truth and which do not, by their kinds."""
+"""Facts about a failure without a cause: which tensors agree with the truth and which do not, by kind."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,7 @@ from shardproof.harness.verdicts.facts import AgreementByKind, Counts
 def find_agreement(
     run: RecordedRun, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()
 ) -> AgreementByKind:
-    """Which tensors agree with the truth and which do not, by kinds; names that no check decides are in neither."""
+    """Which tensors agree with the truth and which do not, by kind; names that no check decides are in neither."""
     bad = [name for name in wrong if name in truth.tensors]
     good = {*run.tensors} & {*truth.tensors} - {*wrong} - {*undecided}
     every = _count_kinds(truth.tensors)

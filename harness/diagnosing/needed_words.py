@@ -1,13 +1,13 @@
-"""Which words of a case a failure needs, found by experiment: the case is run again with words changed.
+"""Finds by experiment which words of a case a failure needs: the case is run again with words changed.
 
-A word is needed when the failure is gone with another value of it, all other words as they are. A word that by a rule
-changes others is left out when one of these removes the failure with fewer changes. Words are changed many at
-once, and in halves where the failure is gone. So n words of which k are needed take about `2 k log2(n / k)` runs. First
-of all comes the plainest dtype, then one rank. Then the case becomes as plain as the failure allows: every word gets
-its plainest value, a number the plainest that still fails. Then each word takes another one, the words that are not
-plain first. Runs of the plainest case with one word changed are stated, no others. A change that is refused or cannot
-be decided states nothing. Nor does one beside other words that remove the failure alone. No rule about any bug enters.
-Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
+A word is needed if the failure vanishes with another value of it, with all other words as they are. If a rule makes
+other words change along with it, the word does not count if these alone remove the failure. Many words are changed at
+once, and in halves if the failure vanishes. So n words of which k are needed take about `2 k log2(n / k)` runs. The
+plainest dtype comes first, then one rank. Then the case becomes as plain as the failure allows: every word gets its
+plainest value, a number the plainest that still fails. Then each word gets another value, first the words that are not
+plain. Only runs of the plainest case with one word changed are stated. A change that is refused or undecided states
+nothing, and neither does a change beside other words that remove the failure alone. No rule is about any bug. Source:
+delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from shardproof.harness.diagnosing.words_text import Change, Needed, NeededWords
 from shardproof.harness.protocols import CaseLike
 
 Fails = Callable[[CaseLike], "bool | None"]
-"""Whether a case fails for the same reason; None where it cannot be run or decided, or fails for another one.
+"""Whether a case fails for the same reason; None if it cannot be run or decided, or fails for another reason.
 
-Raises OutOfTime when the budget is spent.
+Raises OutOfTime if the budget is spent.
 """
 _REPAIRS = 4
-"""Most repairs of an illegal change, each of a further word."""
+"""The most repairs of an illegal change, each of one more word."""
 
 
 def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
     """The words that the failure of this case needs, as far as `fails` has time.
 
-    `domains`: word -> the values that it may take, the plainest first. Numbers and dtypes are tried with plainer ones.
+    `domains`: word -> the values that it may have, the plainest first. Numbers and dtypes are tried with plainer ones.
     """
     search = _Search(case, domains, fails)
     with suppress(OutOfTime):
@@ -53,7 +53,9 @@ class _Search:
         self._tried: set[str] = set()
 
     def run(self, kept: Collection[str] = ()) -> None:
-        """Make all experiments from the failing case on; words that are `kept` do not become plain by themselves."""
+        """Make all experiments, beginning with the failing case; words that are `kept` become plain only along with
+        others.
+        """
         self.case, self._kept = self._failed, kept
         self._tried.clear()
         plain = {word: values[0] for word, values in self._domains.items() if word not in kept}
@@ -61,13 +63,15 @@ class _Search:
         self.simplify_first(self.fewer_ranks())
         self.simplify([(word, value) for word, value in plain.items() if getattr(self.case, word) != value])
         if self.simplify_each():
-            self.simplify_each()  # what was not legal or not wrong may be so beside plainer words
+            self.simplify_each()  # beside plainer words, changes may work that were illegal or removed the failure
         self.decide()
 
     def find_contradicting_words(self) -> set[str]:
-        """Words of which the plainest case is right with the value of the failing case: other words matter to it.
+        """Words for which the plainest case is right although they have the failing case's value: others must be needed
+        too.
 
-        And those with another value that is right, where the own one could not be run: by a rule it needs other words.
+        Also words whose value in the failing case could not be run alone, since by a rule it needs others, if another
+        value is right.
         """
         right = {word: self._runs(word, False) for word in self._domains}
         return {
@@ -78,7 +82,7 @@ class _Search:
         }
 
     def fewer_ranks(self) -> list[Change]:
-        """The changes that take ranks away, as many as there are."""
+        """Changes that remove ranks: the plainest value of every word that has fewer ranks with it."""
         changes = []
         for word, values in self._domains.items():
             if word in self._kept:
@@ -108,7 +112,7 @@ class _Search:
     def simplify_each(self) -> bool:
         """Give every word that is not plain, one by one, the plainest value with which the case still fails.
 
-        Return whether one was changed.
+        Returns whether one was changed.
         """
         before = self.case
         for word, values in self._domains.items():
@@ -124,10 +128,10 @@ class _Search:
         return self.case is not before
 
     def decide(self) -> None:
-        """Find the words that are needed: those that are not plain one by one, then all others many at once.
+        """Find the needed words: those that are not plain one by one, then all others many at once.
 
-        A mode that is plain comes after these. One right value of a word shows that it is needed, so further values
-        come last of all: what time ends is then a list of values, and no word is missing.
+        A mode that is plain comes after the other words. One right value of a word shows that it is needed, so its
+        further values are tried at the very end: if time runs out then, no word is missing.
         """
         words = [word for word in self._domains if self._others(word)]
         plain = [word for word in words if getattr(self.case, word) == self._domains[word][0]]
@@ -156,12 +160,12 @@ class _Search:
         left = [change for change in changes if change not in made]
         if made and left:  # changes that were illegal beside others
             self._decide_many(left)
-        elif left:  # illegal one by one: other words follow
+        elif left:  # illegal by themselves: other words follow
             for word, _ in left:
                 self._decide_one(word)
 
     def _decide_one(self, word: str, *, one_is_enough: bool = False) -> None:
-        """Try every other value of a word, and where one is right those words alone that had to change with it."""
+        """Try every other value of a word. If one is right, try the words alone that had to change with it."""
         for value in dict.fromkeys((self._own(word), *self._others(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
@@ -180,9 +184,9 @@ class _Search:
         return getattr(self._failed, word)
 
     def _controls(self, word: str, other: CaseLike) -> list[CaseLike]:
-        """Cases with the words that changed beside this one, each of them and all, and with this one as it is.
+        """Cases with the words that changed beside this one, each and all of them, and with this one unchanged.
 
-        None where a rule changes them together.
+        None if a rule changes them together.
         """
         along = {one: getattr(other, one) for one in sorted(self._find_differing_words(other) - {word})}
         found = []
@@ -195,7 +199,7 @@ class _Search:
         return found
 
     def _runs(self, word: str, fails: bool) -> list[Any]:
-        """Other values of a word with which the plainest case was run, the rest as it is, and failed or was right."""
+        """Other values of a word with which the plainest case was run, otherwise unchanged, and failed or was right."""
         found = []
         for value in dict.fromkeys((self._own(word), *self._others(word), *self._less_plain(word))):
             with suppress(ValueError, TypeError):  # no legal case
@@ -205,9 +209,9 @@ class _Search:
         return found
 
     def _right(self, word: str) -> list[Right]:
-        """Values of a word with which the case is right, and not for the words that changed beside it."""
+        """Values of a word with which the case is right, not because of the words that changed beside it."""
         if self._own(word) not in (getattr(self.case, word), *self._runs(word, True)):
-            return []  # the failing case itself would contradict
+            return []  # the failing case itself would contradict it
         found = []
         for value in self._runs(word, False):
             other = self._with(self.case, word, value)
@@ -221,7 +225,7 @@ class _Search:
     ) -> dict[str, tuple[Any, ...]]:
         """The values of these words with which the case fails in every combination, those of the failing case first.
 
-        A word is left out where the value that it has in the failing case is none of them.
+        A word is left out if its value in the failing case is none of them.
         """
         first = {word: getattr(self.case, word) for word in words}
         found = combine_words(
@@ -230,13 +234,13 @@ class _Search:
         return {word: values for word, values in found.items() if self._own(word) in values}
 
     def _but(self, words: Mapping[str, Any]) -> CaseLike | None:
-        """The case with these words, and what follows from them by rule; None where it is not legal."""
+        """The case with these words, and what follows from them by rule; None if it is illegal."""
         with suppress(ValueError, TypeError):
             return self.case.but(**words)
         return None
 
     def _case_fails(self, case: CaseLike | None, most_ranks: int = 0) -> bool | None:
-        """Whether it fails; None for one of more ranks than the plainest case, unless more are allowed."""
+        """Whether the case fails; None if it has more ranks than the plainest case, unless more are allowed."""
         if case is None or case.world_size > max(most_ranks, self.case.world_size):
             return None
         text = str(case)
@@ -245,7 +249,7 @@ class _Search:
         return self._known[text]
 
     def _apply_changes(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
-        """The case with as many of these changes as are legal together, and the changes made."""
+        """The case with as many of these changes as are legal together, and these changes."""
         case, made = self.case, list[Change]()
         left, before = list(changes), None
         while left != before:  # what was illegal may be legal beside the others
@@ -260,7 +264,7 @@ class _Search:
         return case, made
 
     def _with(self, case: CaseLike, word: str, value: Any) -> CaseLike:
-        """The case with another value of this word alone; where that is illegal, what breaks a rule becomes plain too.
+        """The case with another value of this word. If that is illegal, words that break a rule become plain too.
 
         Raises the ValueError or TypeError of a case that is still illegal then.
         """
@@ -273,7 +277,7 @@ class _Search:
             except (ValueError, TypeError) as problem:
                 key = getattr(problem, "key", "")
                 if key in words or key not in self._domains:
-                    changed = type(case).but  # dependent words follow; also for words that are no dataclass fields
+                    changed = type(case).but  # dependent words follow, also if they are no dataclass fields
                 else:
                     words[key] = self._domains[key][0]
         return case.but(**words)
@@ -294,13 +298,13 @@ class _Search:
         return tuple(value for value in values if value != mine)
 
     def _less_plain(self, word: str) -> tuple[Any, ...]:
-        """The values of a number behind its own, which are tried where no plainer one can be right."""
+        """Larger values of a number, which are tried if no plainer one can be right."""
         mine, values = getattr(self.case, word), self._domains[word]
         own = word != "dtype" and _is_ordered(word, mine) and mine in values[1:]
         return tuple(values[values.index(mine) + 1 :]) if own else ()
 
     def result(self) -> NeededWords:
-        """Words that are known now."""
+        """The words that are known so far."""
         words = [word for word in self._domains if self._others(word)]
         right = {word: found for word in words if (found := self._right(word))}
         fails = self._combine(list(right), lambda case: self._known.get(str(case)))
@@ -316,5 +320,5 @@ class _Search:
 
 
 def _is_ordered(word: str, value: Any) -> bool:
-    """Whether plainer values alone are tried: of numbers, and of dtypes, whose wider limits may hide what is wrong."""
+    """Whether only plainer values are tried: of numbers, and of dtypes, whose wider limits may hide the error."""
     return word == "dtype" or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -1,7 +1,7 @@
-"""The line `when:` is tried before it is printed: each of its statements is read as it will be printed, and run.
+"""Checks the statements of a `when:` line before it is printed: the case that each of them describes is run.
 
-A statement that is a case which the search has run is not run twice. A value that does not fail, or is not right, as it
-is stated, is left out, and so is one that is refused then.
+A case that the search has run is not run twice. A statement that its run contradicts is left out, and so is one whose
+case is refused.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.verdicts.facts import WhenKind
 
 Proved = tuple["bool | None", tuple[str, ...]]
-"""Whether a case fails for the same reason, and the checks that fail; None where it shows nothing."""
+"""Whether a case fails for the same reason (None if its run cannot say), and the checks that fail."""
 _COMBINED = 8
-"""Most combinations that another value of a word is run in."""
+"""A further value of a word is added only if it has at most this many combinations with the other words to run."""
 
 
 class OutOfTime(Exception):
@@ -28,7 +28,10 @@ class OutOfTime(Exception):
 def combine_words(
     first: Mapping[str, Any], others: Mapping[str, Sequence[Any]], fails: Callable[[Mapping[str, Any]], bool | None]
 ) -> dict[str, tuple[Any, ...]]:
-    """The values of words with which a case fails in every combination: the first ones, and as many others as do."""
+    """The values of each word with which the case fails in every combination.
+
+    The values of `first` are known to fail. One of `others` is added if it fails with all that was found before.
+    """
     found: dict[str, tuple[Any, ...]] = {word: (value,) for word, value in first.items()}
     for word, values in others.items():
         for value in values:
@@ -42,9 +45,10 @@ def combine_words(
 def confirm_words(
     found: NeededWords, failed: CaseLike, read: Callable[[str], CaseLike], proves: Callable[[CaseLike], Proved]
 ) -> NeededWords:
-    """The words that are found, without the statements that are not so when they are read and run again.
+    """`found` without the statements that a run contradicts.
 
-    `proves` raises OutOfTime when no case can be run any more. Words that were not run then are named as that.
+    `read` parses the text of a case. `proves` runs a case and raises OutOfTime when there is no time for another one.
+    Words whose cases were not run for want of time are named as untried.
     """
     if not found.needed and not found.left:
         return found
@@ -74,7 +78,7 @@ def confirm_words(
 
 
 class _Trial:
-    """The statements of one line as cases, each run once."""
+    """Runs the cases that the statements of one line describe, each case once."""
 
     def __init__(
         self, found: NeededWords, read: Callable[[str], CaseLike], proves: Callable[[CaseLike], Proved]
@@ -86,13 +90,13 @@ class _Trial:
         """Words of the statements for which no time was left."""
 
     def parse_changed_case(self, changes: Sequence[Change]) -> CaseLike | None:
-        """The case that a reader makes of the words behind `tried on` and these, None where that is refused."""
+        """The case of the words behind `tried on` with these changes; None if it is refused."""
         with suppress(ShardproofError, ValueError):
             return self._read(f"{self._case} {changes_text(changes)}".strip() or case_text(self._case))
         return None
 
     def outcome(self, changes: Sequence[Change]) -> Proved:
-        """How the case with these changes fails when it is run again."""
+        """Whether and how the case with these changes fails."""
         changes = [(word, value) for word, value in changes if value != getattr(self._case, word)]
         case = self.parse_changed_case(changes)
         if case is None:
@@ -107,7 +111,10 @@ class _Trial:
         return self._known.get(str(case), (None, ()))
 
     def right(self, one: Needed, value: Right) -> Right | None:
-        """This value of a word with as few further words as make the same case, None where it is not right so."""
+        """`value` if the case passes with it, else None.
+
+        Further words are dropped where the case is the same without them.
+        """
         change = (one.word, value.value)
         if value.further and self.parse_changed_case([change]) == self.parse_changed_case([change, *value.further]):
             value = replace(value, further=())

@@ -1,7 +1,7 @@
-"""A disagreement of witnesses explained as every failed check is (`explained`), and its likely cause.
+"""A disagreement of witnesses, explained like every failed check (`explained`), and its likely cause.
 
 The cause follows from who contradicts whom. The recorder of the session is the same code as that of the proof, and nsys
-stores what the recorder draws. The torch profiler and the closed form know nothing of each other.
+stores what the recorder draws. The torch profiler and the closed form are independent of each other.
 """
 
 from collections.abc import Sequence
@@ -67,9 +67,9 @@ def _cause_of_disagreement(case: CaseLike, broken: Sequence[Row], *, disturbed: 
 
 
 def _split_sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
-    """Witnesses that contradict the ledger on the first event, and those that confirm it.
+    """Witnesses that contradict the ledger in the first event, and those that confirm it.
 
-    A sighting of one alone stands in its own row.
+    An event that one witness alone saw has a row of its own.
     """
     first = broken[0]
     if first.recorded is None:

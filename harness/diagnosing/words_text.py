@@ -1,7 +1,7 @@
-"""Results of the experiments on a failure: which words it needs, each statement one run, and the record of them.
+"""The results of the experiments on a failure: which words it needs, and the record of them. Each statement is a run.
 
-The case that was tried fails, and with each value of a needed word in the place of its own. With the words of one
-`right` behind it the case is right.
+The case that was tried fails, also with each value that a needed word has in `fails`. With the words of one `right`
+added it is right.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.verdicts.facts import RightWith, When, WhenKind
 
 Change = tuple[str, Any]
-"""A word and the value that it gets."""
+"""A word and its new value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,9 @@ class Right:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """A word that the failure needs: the values with which the case fails, its own first, and is right."""
+    """A word that the failure needs: the values with which the case fails, its own first, and those with which it is
+    right.
+    """
 
     word: str
     fails: tuple[Any, ...]
@@ -35,7 +37,7 @@ class Needed:
 
     @property
     def right_with(self) -> list[RightWith]:
-        """The words with which the case is right: values with nothing beside them as one."""
+        """The words with which the case is right; values without further words are joined."""
         alone = [one.value for one in self.right if not one.further and not one.but_for]
         rest = [one for one in self.right if one.further or one.but_for]
         found = [RightWith(words=_word_values(self.word, alone))] if alone else []
@@ -46,10 +48,10 @@ class Needed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededWords:
-    """Results of the experiments on one failure. `case` is the plainest that fails.
+    """The results of the experiments on one failure. `case` is the plainest that fails.
 
-    `left`: whether some change left the failure. `untried`: words for which there was no time. `beside`: words that are
-    not plain in `case`, and of which nothing is known. `unproved`: why nothing can be stated.
+    `left`: whether the failure survived some change. `untried`: words for which there was no time. `beside`: words that
+    are not plain in `case`, and of which nothing is known. `unproved`: why nothing can be stated.
     """
 
     case: CaseLike
@@ -77,7 +79,7 @@ class NeededWords:
 
     @property
     def failing(self) -> Iterator[tuple[Change, ...]]:
-        """The changes of the case that `only with` states, the case itself first: every combination of the values."""
+        """The cases that `only with` states, as changes of the case, itself first: every combination of the values."""
         for values in itertools.product(*(one.fails for one in self.needed)):
             changes = zip([one.word for one in self.needed], values, strict=True)
             yield tuple((word, value) for word, value in changes if value != getattr(self.case, word))

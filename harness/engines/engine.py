@@ -52,10 +52,9 @@ class Unwaited:
 class Engine(ABC):
     """Runs programs on ranks; a context manager. The same engine runs any number of programs, also after errors.
 
-    `name` is the word that chooses it on the command line. `remote`: ranks live in other processes, so that programs
-    and results are pickled and no observer is called here. `unwaited` are the works of the last run that were never
-    waited for, by rank, in the order of issue. `alive` is called while a run takes time that its limit does not count,
-    such as starts of processes.
+    `name` is its name on the command line. `remote`: ranks live in other processes, so programs and results are pickled
+    and no observer is called here. `unwaited` are the works of the last run that were never waited for, by rank, in the
+    order of issue. `alive` is called during work that the limit of a run does not include, such as starts of processes.
     """
 
     name: str
@@ -76,9 +75,9 @@ class Engine(ABC):
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank.
 
-        Every rank starts with its random streams at `seed`, on `dry` torch's alone. A remote engine takes no observer:
+        Every rank starts with its random streams at `seed`; on `dry` torch's alone. A remote engine takes no observer:
         harness.running.ranks.execution makes one inside every rank. `per_rank` names modules whose globals, class
-        attributes and singletons every rank has for itself, as in a process of its own. Only ranks that share a process
+        attributes and singletons every rank has for itself, as in a process of its own; only ranks that share a process
         need it. Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.
         """
         request = RunRequest(

@@ -33,11 +33,11 @@ from shardproof.harness.torch_internals.lookup import tested_span
 
 _KEY = "BackendSelect"
 _UNFOLLOWED = (*MESSAGES, OTHER)
-"""Ops whose works are not waited for here: a message arrives once, and of other operators nothing is known."""
+"""Ops whose works are not waited for here: a message arrives once, and the works of other operators are unknown."""
 
 
 class CallLog(Protocol):
-    """For those who need more of a call than the ledger has; of asynchronous ones the program gets their own works."""
+    """For observers that need more of a call than the ledger has; they may replace the works of asynchronous calls."""
 
     def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
@@ -46,7 +46,7 @@ class CallLog(Protocol):
         """The call entered last, a synchronous one, is complete."""
 
     def follow(self, work: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> dist.Work:
-        """The work to give to the program in place of `work`, that of the asynchronous call entered last.
+        """The work that the program gets in place of `work`, that of the asynchronous call entered last.
 
         `outputs` are the tensors that the operator returns beside the work; `waited` is to be called at its first wait.
         """
@@ -90,7 +90,7 @@ class Interposer:
         self._installed.close()
 
     def add_operators(self) -> None:
-        """Observe operators of c10d too that were registered since, by an imported library. Raises MachineError."""
+        """Observe operators of c10d that an imported library has registered since. Raises MachineError."""
         names = c10d_operators()
         if not names:
             raise _blindness_error("no operators of c10d are known")
@@ -135,13 +135,13 @@ class Interposer:
             if not call.is_async and call.op not in _UNFOLLOWED:
                 if call.device == "cpu":
                     for work in _works_in_result(result):
-                        work.wait()  # its caller waits too, which then costs nothing
+                        work.wait()  # its caller waits again, which then costs nothing
                 if log is not None:
                     log.on_exit()
                 _complete_tickets(rank, tickets)
             if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
                 for work in _works_in_result(result):
-                    with suppress(RuntimeError):  # a backend without a future of it
+                    with suppress(RuntimeError):  # a backend without a future for it
                         work.get_future().add_done_callback(lambda _future: _complete_tickets(rank, tickets))
             if call.is_async and log is not None:
                 return _replace_work(result, partial(log.follow, waited=partial(_record_waits, rank, tickets)))
@@ -159,7 +159,7 @@ class Interposer:
             group, options = fake_group(), dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             options.asyncOp = False
-            sent = torch.zeros(8)[2:5]  # of the program's default dtype
+            sent = torch.zeros(8)[2:5]  # with the default dtype of the program
             group.allreduce([sent], options)
         finally:
             self._observers, self._log = watched, log
@@ -176,7 +176,9 @@ _ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", de
 
 @contextmanager
 def observe_calls(observer: Observer) -> Iterator[None]:
-    """The observer gets every call in the body: from the interposer that is entered here, else from one of its own."""
+    """Pass every call in the body to the observer: from the interposer that is entered here, else
+    from one of its own.
+    """
     entered = _ENTERED.get()
     with Interposer(observer) if entered is None else entered.also_observed_by(observer):
         yield

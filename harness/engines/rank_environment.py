@@ -21,18 +21,18 @@ import torch
 from shardproof.harness.errors import RequestError
 
 _MEET_AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Where torchrun's ranks meet on one machine. The engines' ranks have met: nothing listens there."""
+"""Where torchrun's ranks meet on one machine. Ranks of engines have met already, so nothing listens there."""
 
 
 def meeting_place(given: Mapping[str, str]) -> dict[str, str]:
-    """The words that say where ranks meet: as `given`, else those of one machine."""
+    """The variables that say where ranks meet: as `given`, else those of one machine."""
     return {word: given.get(word, value) for word, value in _MEET_AT.items()}
 
 
 def environment_of(
     rank: int, world_size: int, given: Mapping[str, str], local_rank: int | None = None
 ) -> dict[str, str]:
-    """The words of one rank; what they do not say of a cluster is as `given`.
+    """The variables of one rank, with those of a cluster as `given`.
 
     `local_rank` is the rank's number on its machine; None: all ranks are on this one.
     """
@@ -44,7 +44,7 @@ def environment_of(
 
 @contextmanager
 def in_environment(words: Mapping[str, str]) -> Iterator[None]:
-    """Within it the process has these words of environment; afterwards what it had."""
+    """Inside, the process has these environment variables; afterwards what it had."""
     before = {word: os.environ.get(word) for word in words}
     os.environ.update(words)
     try:
@@ -56,7 +56,7 @@ def in_environment(words: Mapping[str, str]) -> Iterator[None]:
 
 
 def require_own_world(given: Mapping[str, Any], rank: int, world_size: int, what: str) -> None:
-    """Raises ValueError where the arguments of a program's init_process_group name another rank or size.
+    """Raises ValueError if the arguments of a program's init_process_group name another rank or size.
 
     `what` runs the rank: "process" or "thread".
     """
@@ -79,7 +79,7 @@ def rank_device(name: str, rank: int) -> torch.device:
 
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-"""Words for the environment of a process that is started to compute: all of its threads begin with them."""
+"""Environment variables with which all threads of a new process begin on one thread."""
 
 
 def use_one_thread() -> None:
@@ -89,7 +89,7 @@ def use_one_thread() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it the calling thread computes on one thread, and so does each thread of Python that is started.
+    """Inside, the calling thread computes on one thread, and so does each new thread of Python.
 
     Afterwards the calling thread has as many as before.
     """
@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
             use_one_thread()
             run()
 
-        if not thread.ident:  # else it was started before, which is the caller's mistake
+        if not thread.ident:  # it was started before, which is an error of the caller
             vars(thread)["run"] = run_on_one
         start(thread)
 

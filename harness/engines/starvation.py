@@ -1,7 +1,7 @@
-"""How long threads of this process wait for a processor, which is no time that a program takes. Seconds.
+"""How long threads of this process wait for a processor, which is no time of the program. Seconds.
 
-A time limit is longer by it, on a busy machine: what waits in a lock or a queue waits for no processor, and ends in
-time. Source: /proc/<pid>/task/<tid>/schedstat of Linux; elsewhere nothing is known, and no limit is longer.
+Time limits are extended by it on a busy machine. Waiting for a lock or a queue does not count, and ends in time.
+Source: /proc/<pid>/task/<tid>/schedstat of Linux; elsewhere nothing is known, and no limit is extended.
 """
 
 import threading
@@ -12,14 +12,14 @@ from pathlib import Path
 from shardproof.harness.interpreter import turns_of_threads
 
 LONGEST = 10
-"""How many times its limit a run may take when ranks compile or wait for a processor, which is no part of the limit."""
+"""How many times its limit a run may take, with the time in which ranks compile or wait for a processor."""
 LOOKING_S = 1e-4
-"""Turns of threads that compute while one looks at them."""
+"""How many turns of computing threads one look covers."""
 _TASKS = Path("/proc/self/task")
 
 
 class Starvation:
-    """What threads have waited for a processor since this was made, but for the threads of these identities."""
+    """What threads have waited for a processor since this was made, without the threads of these identities."""
 
     def __init__(self, but: Collection[int] = ()) -> None:
         self._but = frozenset(map(str, but))
@@ -29,7 +29,7 @@ class Starvation:
         self.lost_s = 0.0
 
     def look(self) -> float:
-        """Seconds that were lost since the last look: of threads that waited together no more than have passed."""
+        """Seconds lost since the last look; what several threads waited at once counts once."""
         seen, now_s = self._read(), time.monotonic()
         waited_ns = sum(max(waits - self._waits_ns.get(thread, 0), 0) for thread, waits in seen.items())
         lost_s = min(waited_ns / 1e9, now_s - self._looked_s)
@@ -39,7 +39,7 @@ class Starvation:
 
     @property
     def words(self) -> str:
-        """What is known of a busy machine: "" where less than a fifth of the time was lost."""
+        """A note on a busy machine; "" if less than a fifth of the time was lost."""
         self.look()
         passed_s = time.monotonic() - self._since_s
         if self.lost_s < passed_s / 5:
@@ -48,7 +48,7 @@ class Starvation:
         return f"the process had {used} and waited for a processor for {self.lost_s:.3g} s of them: the machine is busy"
 
     def _read(self) -> dict[str, int]:
-        """Nanoseconds in which every thread could have run and did not."""
+        """The nanoseconds for which all threads were ready to run and none of them ran."""
         found = {}
         with turns_of_threads(LOOKING_S):
             for thread in _TASKS.iterdir() if _TASKS.is_dir() else ():
@@ -61,5 +61,5 @@ class Starvation:
 
 
 def own_thread() -> tuple[int]:
-    """Identity of the thread that calls this, as the system counts it."""
+    """The identity of the calling thread in the system."""
     return (threading.get_native_id(),)

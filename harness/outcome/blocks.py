@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A block in one form for all kinds of values: the local tensor detached, on the CPU, waited for.
+    """A block in one form for all kinds of values: the local tensor, detached, on the CPU, waited for.
 
     `whole`: the value was a full tensor. `terms` are this rank's coordinates on the mesh axes over which a DTensor is
     still to be reduced by `reduce_op`. The full value is that reduction, done outside the ranks.
@@ -48,16 +48,16 @@ class Block:
         return tuple([(o, o + n) for o, n in zip(self.offsets, self.local.shape, strict=True)])
 
     def part_of(self, full: Tensor) -> Tensor:
-        """The part of a full tensor at the place of this block, a view."""
+        """The part of a full tensor at the place of this block, as a view."""
         return full[tuple(slice(a, b) for a, b in self.region)]
 
     def common_with(self, other: "Block") -> tuple[tuple[int, int], ...] | None:
-        """The region that both hold, None where they have no element in common."""
+        """The region that both hold, None if they have no element in common."""
         common = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.region, other.region, strict=True)])
         return common if all(a < b for a, b in common) else None
 
     def local_at(self, region: tuple[tuple[int, int], ...]) -> Tensor:
-        """The local tensor at a region of the full one, all of which this block holds."""
+        """The local tensor at a region of the full one that this block holds."""
         return self.local[tuple(slice(a - o, b - o) for (a, b), o in zip(region, self.offsets, strict=True))]
 
 
@@ -114,9 +114,9 @@ def _of_shard(value: object) -> tuple[Block, ...]:
 
 
 def _settle_tensor(local: Tensor) -> Tensor:
-    """The tensor itself: awaited when a functional collective still owns it, detached, on the CPU.
+    """The tensor itself: detached, on the CPU, and waited for if a functional collective still computes it.
 
-    Raises ValueError for what is no plain tensor of numbers: native code dies where such bytes are looked at.
+    Raises ValueError for anything but a plain tensor of numbers: native code crashes when it reads the bytes of others.
     """
     local = wait_pending(local)
     if lack := _lack_of_tensor(local):
@@ -126,7 +126,7 @@ def _settle_tensor(local: Tensor) -> Tensor:
 
 
 def _lack_of_tensor(local: object) -> tuple[str, str] | None:
-    """Lack of a plain tensor of numbers, and what would be one; None when nothing is lacking."""
+    """What is missing for a plain tensor of numbers, and what would be one; None if it is one."""
     if not isinstance(local, Tensor):
         return f"{type(local).__name__} is not a tensor", "a torch.Tensor"
     if local.is_nested:
@@ -146,7 +146,7 @@ def _lack_of_tensor(local: object) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=64)
 def _is_readable(dtype: torch.dtype) -> bool:
-    """Whether torch can turn numbers of this dtype into others: it has names for some that nothing is written for."""
+    """Whether torch can convert numbers of this dtype: some dtypes have a name and nothing else."""
     try:
         return dtype.is_complex or torch.empty(1, dtype=dtype, device="cpu").double().numel() == 1
     except RuntimeError:  # "not implemented for"
@@ -154,12 +154,12 @@ def _is_readable(dtype: torch.dtype) -> bool:
 
 
 def dtype_word(what: torch.layout | torch.dtype) -> str:
-    """A dtype, or a layout, as the case language writes it: float32."""
+    """A dtype or layout in the case language: float32."""
     return str(what).removeprefix("torch.")
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
-    """Whether this is a DTensor, without importing what defines it: that takes half as long as torch itself."""
+    """Whether this is a DTensor, without importing its module: that takes half as long as torch itself."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
@@ -179,7 +179,7 @@ def _of_dtensor(value: "DTensor") -> tuple[Block, ...]:
         if type(placement) is Partial:
             terms.append(place)
             reduce_ops.add(placement.reduce_op)
-        elif placement.is_partial():  # norms and masks pend in ways of their own
+        elif placement.is_partial():  # partial norms and masks are not simply reduced
             raise ValueError(f"a DTensor with the pending reduction {placement} has no blocks; redistribute it first")
     if len(reduce_ops) > 1:
         raise ValueError(f"a DTensor that mixes Partial reductions ({', '.join(sorted(reduce_ops))}) has no one value")
@@ -190,7 +190,7 @@ def _of_dtensor(value: "DTensor") -> tuple[Block, ...]:
 
 
 def held_indices(value: "DTensor") -> list[Tensor]:
-    """The indices of the full tensor that this rank's local tensor holds, dim by dim."""
+    """The indices of the full tensor that this rank's local tensor holds, by dim."""
     coordinate = value.device_mesh.get_coordinate()
     indices = [torch.arange(size) for size in value.shape]
     for size, place, placement in zip(value.device_mesh.shape, coordinate or (), value.placements, strict=True):
@@ -202,7 +202,7 @@ def held_indices(value: "DTensor") -> list[Tensor]:
 
 
 def _chunk_of_indices(indices: Tensor, parts: int, which: int) -> Tensor:
-    """The part of `indices` that rank `which` of `parts` holds; empty when `torch.chunk` makes fewer parts."""
+    """The part of `indices` that rank `which` of `parts` holds; empty if `torch.chunk` makes fewer parts."""
     width = -(-len(indices) // parts)
     return indices[which * width : (which + 1) * width]
 

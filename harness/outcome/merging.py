@@ -1,9 +1,9 @@
-"""Merging: the blocks of all ranks put together into full tensors, and what is wrong with the layout said first.
+"""Merging: joins the blocks of all ranks to full tensors, and reports flaws of the layout before any number.
 
-Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor. No number of
-it is compared then, and the verdicts say so. Replicas that rounding sets apart are compared where all are far off.
-Shapes count elements. Shards of any extent may overlap (a head that some ranks share), and agree bit for bit there.
-Source of the verdicts: TTrace (omission, replica conflict before any numeric comparison).
+It runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor, and no
+number of it is compared; the verdicts say so. Replicas that differ by rounding are compared if all of them are far off.
+Shapes count elements. Shards may overlap (a head that several ranks share), and must agree bit for bit there. Source of
+the verdicts: TTrace (omission, replica conflict before any numeric comparison).
 """
 
 import itertools
@@ -27,7 +27,7 @@ Placed = list[tuple[int, Block]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integers that have its bits."""
 _SMALL = 2**16
-"""Elements of a tensor that may be held twice."""
+"""A tensor of more elements is not held twice."""
 _REDUCE = {
     "sum": torch.Tensor.add,
     "avg": torch.Tensor.add,
@@ -39,9 +39,9 @@ _REDUCE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flaw:
-    """Why the blocks of a name do not make one full tensor; `ranks` are those to look at.
+    """Why the blocks of a name do not make one full tensor; `ranks` are those in question.
 
-    Of replicas that differ, `value` is the tensor of the first ones, `distance` the largest difference from it.
+    For replicas that differ, `value` is the tensor of the first ones, `distance` the largest difference from it.
     """
 
     name: str
@@ -59,7 +59,9 @@ class Flaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """The full tensors of names without a flaw, and the flaws; `match_truth` adds replicas that all are wrong."""
+    """The full tensors of names without a flaw, and the flaws. `match_truth` adds tensors whose
+    replicas all are wrong.
+    """
 
     tensors: Mapping[str, Tensor]
     flaws: tuple[Flaw, ...]
@@ -68,7 +70,7 @@ class Merged:
 def match_truth(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
     """The merged tensors that have the truth's shape and kind of number; the others become flaws.
 
-    Replicas that differ keep their flaw. Their first is added to the tensors where all of them are wrong.
+    Replicas that differ keep their flaw. If all of them are wrong, the first one is added to the tensors.
     """
     flaws = list(merged.flaws)
     tensors = {flaw.name: flaw.value for flaw in flaws if flaw.value is not None and _are_all_wrong(flaw, truth)}
@@ -86,7 +88,7 @@ def match_truth(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
 
 
 def _are_all_wrong(flaw: Flaw, truth: Mapping[str, Tensor]) -> bool:
-    """Whether replicas differ by rounding alone, and from the truth by more: their difference is not their error."""
+    """Whether replicas differ by rounding alone, and from the truth by more: then their difference is not the error."""
     true, value = truth.get(flaw.name), flaw.value
     if true is None or value is None or true.shape != value.shape or true.is_complex():
         return False
@@ -96,7 +98,7 @@ def _are_all_wrong(flaw: Flaw, truth: Mapping[str, Tensor]) -> bool:
 
 
 class _Flawed(Exception):
-    """Leaves the merging of one name with its flaw."""
+    """Ends the merging of one name with its flaw."""
 
     def __init__(self, kind: str, fact: Fact, ranks: Sequence[int]) -> None:
         super().__init__(fact.text)
@@ -104,7 +106,9 @@ class _Flawed(Exception):
 
 
 def merge_outcomes(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merged:
-    """The ranks' outcomes as full tensors, in the order in which the ranks name them; those of `known` as they are."""
+    """The ranks' outcomes as full tensors, in the order in which ranks name them; those in `known` are not merged
+    again.
+    """
     tensors: dict[str, Tensor] = {}
     flaws: list[Flaw] = []
     for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
@@ -123,7 +127,7 @@ def merge_outcomes(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None
 
 
 def _merge_one(placed: Placed, absent: list[int]) -> tuple[Tensor | None, list[_Flawed]]:
-    """The full tensor, and its flaws; None where there are some. Replicas may differ where elements lack as well."""
+    """The full tensor, and its flaws; None if there are any. Replicas may differ although elements are missing too."""
     if not placed:
         return None, [_Flawed("omission", state_fact("held_nowhere"), ())]
     flaws = []
@@ -148,14 +152,14 @@ def _merge_one(placed: Placed, absent: list[int]) -> tuple[Tensor | None, list[_
             flaws.append(_Flawed("omission", lack, holders))
     if flaws:
         return None, flaws
-    full = torch.empty(shape, dtype=dtype)  # only now: a shape that nobody fills may be larger than the machine
+    full = torch.empty(shape, dtype=dtype)  # only now: a shape that no rank fills may exceed the memory
     for _, block in parts:
         block.part_of(full).copy_(block.local)
     return full, []
 
 
 def _first_replicas(placed: Placed, absent: list[int]) -> tuple[Tensor | None, float]:
-    """The tensor of the first of differing replicas, None where there is none, and the largest difference from it."""
+    """The tensor of the first of differing replicas, None if there is none, and the largest difference from it."""
     firsts: dict[tuple[tuple[int, int], ...], tuple[int, Block]] = {}
     gap = 0.0
     for rank, block in placed:
@@ -169,7 +173,7 @@ def _first_replicas(placed: Placed, absent: list[int]) -> tuple[Tensor | None, f
 
 
 def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence[Block]], ...]:
-    """Outcomes, the blocks of large tensors as views of the merged ones, so that nothing is held twice."""
+    """The outcomes, with blocks of large tensors as views of the merged ones, so that nothing is held twice."""
     flawed = {flaw.name for flaw in merged.flaws}
     large = {n: tensor for n, tensor in merged.tensors.items() if tensor.numel() > _SMALL and n not in flawed}
     if not large:
@@ -183,7 +187,7 @@ def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence
 
 
 def _check_shapes_agree(placed: Placed) -> None:
-    """All blocks must speak of one full tensor."""
+    """Require that all blocks state the same full tensor."""
     first_rank, first = placed[0]
     for rank, block in placed[1:]:
         both = {"rank": first_rank, "other": rank}
@@ -201,7 +205,7 @@ def _check_shapes_agree(placed: Placed) -> None:
 
 
 def _merge_replicas(placed: Placed) -> Placed:
-    """Blocks of distinct regions: replicas must agree bit for bit, pending terms are reduced in their order."""
+    """Blocks of distinct regions: replicas must be equal, and partial values are reduced in order."""
     regions: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], tuple[int, Block]]] = {}
     for rank, block in placed:
         mine = block.region, block.terms
@@ -229,7 +233,7 @@ def _sum_pending_terms(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tu
 
 
 def _has_shared_elements(parts: Placed) -> bool:
-    """Whether some parts have elements in common. Raises _Flawed where these differ in a bit."""
+    """Whether some parts have elements in common. Raises _Flawed if these differ in a bit."""
     shared = False
     for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
         common = mine.common_with(theirs)
@@ -252,9 +256,9 @@ def _has_shared_elements(parts: Placed) -> bool:
 
 
 def _not_held(parts: Placed, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """How many elements no part holds, and the first of them; () where none is left.
+    """How many elements no part holds, and the first of them, () if there is none.
 
-    Looked for among boxes between the edges of parts, not among elements.
+    Boxes between the edges of parts are searched, not single elements.
     """
     edges = [
         sorted({0, *(edge for _, block in parts for edge in block.region[dim] if edge < size)})
@@ -288,12 +292,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def bits_of(a: Tensor) -> Tensor:
     """The bytes of a tensor, in the order of its elements."""
-    # A single element that was expanded counts as contiguous, with a stride that `view` does not take.
+    # An expanded tensor of one element counts as contiguous, but `view` refuses its stride.
     return a.contiguous().as_strided((a.numel(),), (1,)).view(torch.uint8)
 
 
 def state_differences(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> Fact:
-    """How two tensors differ: in which form, or else in how many elements, by how much, and where first.
+    """How two tensors differ: in shape or dtype, or else in how many elements, by how much, and where first.
 
     `offsets` are those of their first element in the tensor whose indices are named.
     """

@@ -1,8 +1,8 @@
-"""What Adam may make of a gradient's rounding: an element's step follows the sign of a gradient that is near zero.
+"""What Adam may make of rounding in a gradient: the step of an element follows the sign of a gradient near zero.
 
-Of a step the program says neither the rate nor the betas, so both are taken from the step itself: where rounding is
-small, the movement is `rate * m / sqrt(v)`, m and v the moments after the step. An error e of m moves an element by
-`rate * e / sqrt(v)`, and never by more than twice the largest step.
+The program does not state rate and betas of a step, so both are taken from the step itself: where rounding is small,
+the movement is `rate * m / sqrt(v)`, with m and v the moments after the step. An error e of m moves an element by `rate
+* e / sqrt(v)`, and never by more than twice the largest step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def adam_bound(
     """By name of a parameter after a step: how far every element may be off because Adam follows rounding.
 
     Control runs show how far rounding takes the moments; without them it is taken to be `assumed` times the largest
-    element. Nothing where that is 0, and for other optimizers.
+    element. Empty if that is 0, and for other optimizers.
     """
     found: dict[str, Tensor] = {}
     for name, after in truth.items() if controls or assumed else ():

@@ -1,8 +1,8 @@
-"""Whether anything was trained at all: what is dead on both sides agrees, and proves nothing.
+"""Checks that both launches train at all: two launches in which nothing is trained agree, and prove nothing.
 
-Dead are gradients that are zero everywhere, no numbers, or that no parameter receives, parameters that do not move, a
-loss that is 0 or no number (a mask that leaves nothing), targets that are all ignored, and data ranks that all train on
-one batch. A gradient that is no number and that the optimizer skips, as scalers of gradients have it, is not.
+A launch fails if all gradients are zero, one is not finite, or no parameter has one; if no parameter moves; if the loss
+is 0 or not finite (as with a mask that leaves no token); if all targets are ignored; or if data ranks train on the same
+batch. A gradient that is not finite is right if the optimizer skips the step, as with a gradient scaler.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 CHECK = "alive"
 IGNORED = -100
-"""The target that torch's cross entropy leaves out unless it is told another one."""
+"""The default `ignore_index` of torch's cross entropy."""
 
 
 def check_alive(first: Launch, second: Launch) -> Finding:
-    """Whether both launches train: a dead one agrees with whatever is as dead."""
+    """Whether both launches train."""
     for word, launch in (("A", first), ("B", second)):
         for how, name in _dead(launch):
             return Finding(verdict=FAIL, facts=(state_fact("launch_dead", launch=word, how=how),), names=(name,))
@@ -34,7 +34,7 @@ def check_alive(first: Launch, second: Launch) -> Finding:
 
 
 def _dead(launch: Launch) -> Iterator[tuple[Fact, str]]:
-    """What is dead in a launch, and the name that shows it."""
+    """Each sign that a launch does not train, and the name of the tensor that shows it."""
     for step in range(launch.steps):
         yield from _dead_targets(launch, step)
         losses = [rank.tensor(row).double() for rank, row in launch.rows("loss", step)]
@@ -64,10 +64,10 @@ def _dead(launch: Launch) -> Iterator[tuple[Fact, str]]:
 
 
 def _alike_data_ranks(launch: Launch) -> Iterator[tuple[Fact, str]]:
-    """Ranks of one DistributedDataParallel, or FSDP over one axis, that were given the same batch and compute the same.
+    """Data ranks of DistributedDataParallel, or FSDP over one axis, that receive the same batch and compute the same.
 
-    Ranks of another axis may be given the same batch too, and work on parts of its sequence: modules return other bits
-    there, even where the loss is the mean of all.
+    Ranks that split the sequence of one batch receive the same too, but their modules return other bits, even if the
+    loss is the mean of all.
     """
     places = {
         rank.rank: row.axes
@@ -94,7 +94,7 @@ def _alike_data_ranks(launch: Launch) -> Iterator[tuple[Fact, str]]:
 
 
 def _dead_targets(launch: Launch, step: int) -> Iterator[tuple[Fact, str]]:
-    """Targets, tensors of integers that the first module receives, that are all ignored."""
+    """Tensors of integers that the outermost module receives and whose elements all are the ignored target."""
     places: dict[str, list[bool]] = {}
     for rank, row in launch.rows("sample", step):
         if "int" in row.dtype:

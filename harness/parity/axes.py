@@ -1,10 +1,10 @@
-"""The axes of the second launch's mesh: as its tensors state them, else as its samples and parameters show them.
+"""The mesh axes of the second launch: those that its tensors state, and those that follow from samples and parameters.
 
-Ranks that read the same samples hold the same model together: parts of its tensors (tp), or other parameters (pp).
+Ranks that read the same samples hold one copy of the model: parts of the same tensors (tp), or other parameters (pp).
 Ranks that read other samples are data ranks (dp); those that read other parts of the same rows are slices (cp).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardproof.harness.mesh_axes import AXES, SPELT
 from shardproof.harness.parity.recorded import Launch
@@ -16,88 +16,94 @@ Groups = tuple[tuple[int, ...], ...]
 
 def axes_of(second: Launch, samples: Samples) -> Axes:
     """The axes of more than one rank: name -> the rank lists of its groups."""
-    ranks = [rank.rank for rank in second.ranks]
-    stages = _stages(second)
-    readers = [tuple(ranks) for ranks in samples.readers]
-    places = {rank: _sources(rank, samples) for one in readers for rank in one}
-    found: dict[str, Groups] = {}
-    if len(stages) > 1:
-        found["pp"] = tuple(zip(*stages, strict=True)) if len({len(stage) for stage in stages}) == 1 else ()
-    first = [rank for rank in (stages[0] if stages else ranks) if rank in places]
-    data: dict[object, list[int]] = {}
-    for rank in first:
-        data.setdefault(places[rank] if None not in places[rank] else rank, []).append(rank)
-    sharing = [tuple(own) for own in data.values()]
-    if len(sharing) > 1 and len({len(own) for own in sharing}) == 1:
-        found["dp"] = _in_stages(tuple(zip(*sharing, strict=True)), stages, first)
-    if sharing and len(sharing[0]) > 1 and len({len(own) for own in sharing}) == 1:
-        sliced: dict[object, list[int]] = {}
-        for rank in sharing[0]:
-            sliced.setdefault(samples.parts[rank], []).append(rank)
-        name = "cp" if len(sliced) == len(sharing[0]) else "tp"
-        if 1 < len(sliced) < len(sharing[0]):  # slices of a sequence, each held by several ranks
-            parts = [_split(own, samples) for own in sharing]
-            found["tp"] = _in_stages(tuple(tuple(group) for one in parts for group in one), stages, first)
-            found["cp"] = _in_stages(
-                tuple(tuple(pair) for one in parts for pair in zip(*one, strict=True)), stages, first
-            )
-        else:
-            found[name] = _in_stages(tuple(sharing), stages, first)
+    found = _infer_axes(second, samples)
     found |= {name: groups for name, groups in _stated_axes(second).items() if groups not in found.values()}
     order = [*AXES, *(name for name in found if name not in AXES)]
     return {name: found[name] for name in order if name in found and found[name] and len(found[name][0]) > 1}
 
 
-def _sources(rank: int, samples: Samples) -> tuple[object, ...]:
-    """The rows that a rank reads, in its order."""
+def _infer_axes(second: Launch, samples: Samples) -> dict[str, Groups]:
+    """The axes that follow from which rank holds which parameters and reads which samples."""
+    stages = _pipeline_stages(second)
+    found: dict[str, Groups] = {"pp": tuple(zip(*stages, strict=True))} if stages else {}
+    reading = {rank for ranks in samples.readers for rank in ranks}
+    first = [rank for rank in (stages[0] if stages else [rank.rank for rank in second.ranks]) if rank in reading]
+
+    def read_by(rank: int) -> object:
+        rows = _rows_read(rank, samples)
+        return rank if None in rows else rows  # a row that the first launch lacks is shared with no other rank
+
+    def repeat(groups: Iterable[Sequence[int]]) -> Groups:
+        return _repeat_in_stages(groups, stages, first)
+
+    copies = _group_by(first, read_by)
+    if len({len(copy) for copy in copies}) != 1:
+        return found
+    if len(copies) > 1:
+        found["dp"] = repeat(zip(*copies, strict=True))
+    slices = [_group_by(copy, samples.parts.__getitem__) for copy in copies]
+    if 1 < len(slices[0]) < len(copies[0]):  # several ranks hold each slice of a sequence
+        found["tp"] = repeat(group for of_copy in slices for group in of_copy)
+        found["cp"] = repeat(group for of_copy in slices for group in zip(*of_copy, strict=True))
+    elif len(copies[0]) > 1:
+        found["cp" if len(slices[0]) > 1 else "tp"] = repeat(copies)
+    return found
+
+
+def _group_by(ranks: Iterable[int], key: Callable[[int], object]) -> list[tuple[int, ...]]:
+    """The ranks that have the same key, in the order in which the keys first appear."""
+    groups: dict[object, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return [tuple(group) for group in groups.values()]
+
+
+def _rows_read(rank: int, samples: Samples) -> tuple[object, ...]:
+    """The rows that a rank reads, in its order; None for a row that the first launch lacks."""
     return tuple(row for (own, _), rows in sorted(samples.sources.items()) if own == rank for row in rows)
 
 
-def _split(ranks: Sequence[int], samples: Samples) -> list[list[int]]:
-    parts: dict[object, list[int]] = {}
-    for rank in ranks:
-        parts.setdefault(samples.parts[rank], []).append(rank)
-    return list(parts.values())
+def _pipeline_stages(second: Launch) -> list[tuple[int, ...]]:
+    """The ranks of every pipeline stage, empty if there are no stages of equal size.
+
+    Ranks of one stage have parameters of the same names, and all or none of them receive tokens, or compute a loss.
+    """
+    rows_of = {rank.rank: rank.rows for rank in second.ranks}
+
+    def held_by(rank: int) -> object:
+        names = frozenset(row.name for row in rows_of[rank] if row.kind == "param")
+        tokens = any(row.kind == "sample" and "float" not in row.dtype for row in rows_of[rank])
+        return names, tokens, any(row.kind == "loss" for row in rows_of[rank])
+
+    stages = _group_by(rows_of, held_by)
+    return stages if len(stages) > 1 and len({len(stage) for stage in stages}) == 1 else []
 
 
-def _stages(second: Launch) -> list[tuple[int, ...]]:
-    """The ranks of every stage: those that have the same names of parameters, where not all have the same."""
-    names: dict[frozenset[tuple[str, bytes]], list[int]] = {}
-    for rank in second.ranks:
-        held = frozenset((row.name, b"") for row in rank.rows if row.kind == "param")
-        samples = any(row.kind == "sample" and "float" not in row.dtype for row in rank.rows)
-        losses = any(row.kind == "loss" for row in rank.rows)
-        key = held | {("", bytes([samples, losses]))}
-        names.setdefault(key, []).append(rank.rank)
-    sizes = {len(ranks) for ranks in names.values()}
-    return [tuple(ranks) for ranks in names.values()] if len(names) > 1 and len(sizes) == 1 else []
-
-
-def _in_stages(groups: Groups, stages: Sequence[tuple[int, ...]], first: Sequence[int]) -> Groups:
-    """Groups of the first stage, repeated at the same places of the others."""
-    if len(stages) < 2:
-        return groups
+def _repeat_in_stages(
+    groups: Iterable[Sequence[int]], stages: Sequence[tuple[int, ...]], first: Sequence[int]
+) -> Groups:
+    """Groups of ranks of the first stage, and the groups of ranks at the same places of every other stage."""
+    if not stages:
+        return tuple(map(tuple, groups))
     place = {rank: number for number, rank in enumerate(first)}
-    every = [tuple(stage[place[rank]] for rank in group) for stage in stages for group in groups]
-    return tuple(every)
+    of_first = list(groups)
+    return tuple(tuple(stage[place[rank]] for rank in group) for stage in stages for group in of_first)
 
 
 def _stated_axes(second: Launch) -> Mapping[str, Groups]:
-    """The axes that rows state, by the words of a case where a mesh's own word is known."""
-    places: dict[str, dict[int, tuple[int, dict[str, int]]]] = {}
-    for rank in second.ranks:
-        known: dict[str, tuple[int, int]] = {}
-        for row in rank.rows:
-            known |= {name: (size, at) for name, size, at in row.axes if size > 1}
-        own = {name: at for name, (_, at) in known.items()}
-        for name, (_, at) in known.items():
-            places.setdefault(name, {})[rank.rank] = (at, {other: p for other, p in own.items() if other != name})
+    """The axes that recorded rows state (DTensor, Megatron), by the words of a case where these are known (SPELT)."""
+    coordinates = {
+        rank.rank: {name: at for row in rank.rows for name, size, at in row.axes if size > 1} for rank in second.ranks
+    }
     found: dict[str, Groups] = {}
-    for name, of_rank in places.items():
+    for axis in dict.fromkeys(name for own in coordinates.values() for name in own):
+        # The ranks of a group differ in their coordinate on this axis alone.
         groups: dict[object, list[tuple[int, int]]] = {}
-        for number, (at, others) in of_rank.items():
-            groups.setdefault(tuple(sorted(others.items())), []).append((at, number))
+        for rank, own in coordinates.items():
+            if axis in own:
+                others = tuple(sorted(at for at in own.items() if at[0] != axis))
+                groups.setdefault(others, []).append((own[axis], rank))
         lists = tuple(tuple(rank for _, rank in sorted(group)) for group in groups.values())
         if len({len(group) for group in lists}) == 1:
-            found[SPELT.get(name, name)] = lists
+            found[SPELT.get(axis, axis)] = lists
     return found

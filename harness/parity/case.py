@@ -1,4 +1,4 @@
-"""The case of a comparison: what the second launch is, in the words that checks and diagnosis read of every case."""
+"""The case of a comparison: the second launch in the words that checks and diagnosis read of every case."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,6 +1,6 @@
 """What is known of two launches while they are judged: partners, axes, tensors by name, control runs.
 
-The first launch is the truth, the ranks of the second are what is checked.
+The first launch is the truth; the ranks of the second one are checked.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from shardproof.harness.parity.samples import Samples, samples_of
 from shardproof.harness.verdicts.verdict import FAIL
 
 NAME = "parity"
-"""What the run, and the first word of its case, is called."""
+"""The name of the run, and the first word of its case."""
 NUMERIC = ("initial_values", "forward", "parameter_gradients", "gradient_norm", "update")
 CHECKS: Mapping[str, Check] = {
     "merge": check_layout,
@@ -43,7 +43,7 @@ CHECKS: Mapping[str, Check] = {
 }
 """Checks of numbers, in the order in which training computes them."""
 LISTED = 5
-"""Names that a message lists."""
+"""The most names that a message lists."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,14 +65,14 @@ class LaunchComparison:
 
     @property
     def without_partner(self) -> list[str]:
-        """The parameters of the first launch of which no rank of the second one holds anything."""
+        """The parameters of the first launch that no rank of the second one holds."""
         placed = {name for placement in self.partners.placements.values() for name in placement.names}
         names = (name.removeprefix("init/") for name in self.tensors if name.startswith("init/"))
         return [name for name in names if name not in placed]
 
 
 def compare_modules(seen: LaunchComparison, step: int = 0) -> Compared:
-    """Both launches in a step, as modules and their gradients are looked at."""
+    """Both launches in a step, for comparing modules and their gradients."""
     return Compared(
         first=seen.first.from_step(step) if step else seen.first,
         second=seen.second.from_step(step) if step else seen.second,
@@ -89,7 +89,7 @@ def prepare_comparison(first: Launch, second: Launch) -> LaunchComparison:
     count = min(first.steps, second.steps)
     found = [samples_of(first, second, step) for step in range(count)]
     axes = axes_of(second, found[0]) if found else {}
-    # One that clips by hand shows gradients behind its clip alone.
+    # A program that clips by hand shows gradients after clipping alone.
     reading = Reading(received=is_clipped(first) != is_clipped(second))
     tensors, flaws = full_tensors(first, reading)
     initial = {n.removeprefix("init/"): tensor for n, tensor in tensors.items() if n.startswith("init/")}
@@ -151,12 +151,12 @@ def judge_numbers(seen: LaunchComparison, assumed: float = 0.0) -> tuple[Evidenc
 
 
 def add_control(seen: LaunchComparison, launch: Launch) -> None:
-    """Take a further run of the first launch into the limits."""
+    """Add a further run of the first launch to the control runs."""
     seen.controls.append(launch)
     seen.control_tensors.append(control_tensors(launch, seen.flat, seen.reading))
 
 
 def wrong_starts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> list[str]:
-    """The parameters that begin with other values than in the first launch."""
+    """The parameters whose initial values differ from the first launch."""
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     return [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]

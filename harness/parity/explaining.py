@@ -1,7 +1,7 @@
-"""Failed checks of two launches explained: samples and initial values first, then the first wrong module and number.
+"""Explains failed checks of two launches: samples and initial values first, then the first wrong module and number.
 
-Names know gradients and outputs of the first step alone. Where that step is right, the first wrong step is judged once
-more, as the first one of launches that begin there.
+The names of gradients and outputs are those of the first step. If that step is right, the first wrong step is judged
+again, as the first one of launches that begin there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ _DENSE, _FIRST = "the dense model", "launch A"
 def explain_findings(
     seen: LaunchComparison, evidence: Evidence, findings: dict[str, Finding], repeat: str
 ) -> CaseResult:
-    """The verdicts, those of failed checks with their first place and causes; `repeat` compares the launches again."""
+    """The verdicts, with first place and causes of failed checks; `repeat` is the command that compares again."""
     text, failures = str(seen.case), dict[str, FailedCheck]()
     diagnoses: Mapping[str, Diagnosis] = {}
     if any(finding.verdict == FAIL for finding in findings.values()):
@@ -64,7 +64,7 @@ def explain_findings(
 
 
 def _in_our_words(fact: Fact) -> Fact:
-    """The fact of a check or a cause that speaks of a dense model, which the first launch is here."""
+    """The fact of a check or a cause, with the first launch in place of a dense model."""
     return state_text(fact.text.replace(_DENSE, _FIRST)) if _DENSE in fact.text else fact
 
 
@@ -73,7 +73,9 @@ def _wrong_names(findings: Mapping[str, Finding]) -> set[str]:
 
 
 def _in_its_own_step(seen: LaunchComparison, findings: Mapping[str, Finding]) -> FailedCheck | None:
-    """The first failure of the first wrong step, judged as if the launches had begun there; None for the first step."""
+    """The failure of the first wrong step, judged as if the launches had begun there; None if that
+    is the first step.
+    """
     wrong = _wrong_names(findings)
     step = min((max(step_of(name), 0) for name in seen.tensors if name in wrong), default=0)
     if not step or wrong_starts(seen, findings):
@@ -91,7 +93,7 @@ def _in_its_own_step(seen: LaunchComparison, findings: Mapping[str, Finding]) ->
 def _stale_gradients(
     seen: LaunchComparison, evidence: Evidence, found: Mapping[str, Finding], step: int
 ) -> tuple[LikelyCause, ...]:
-    """The cause of wrong gradients that all hold those of the step before too."""
+    """The cause of wrong gradients that all contain those of the step before."""
     wrong = [name for name in evidence.truth.tensors if kind_of(name) == "grad" and name in _wrong_names(found)]
     values = evidence.run.tensors
     for received in (True, False) if wrong and all(name in values for name in wrong) else ():
@@ -105,9 +107,9 @@ def _stale_gradients(
 
 
 def _begun_twice(seen: LaunchComparison) -> tuple[First, tuple[LikelyCause, ...]] | None:
-    """Where a parameter begins that no rank begins with, since another one stands in its place too.
+    """The place of a parameter without a partner, because another one of its rank has its place.
 
-    A parameter that the first launch ties to others may stand at several places.
+    A parameter that the first launch ties to others may have several places.
     """
     alone, tied = seen.without_partner, {*seen.first.aliases.values()}
     holders: dict[str, dict[tuple[int, str], int]] = {}
@@ -126,7 +128,9 @@ def _begun_twice(seen: LaunchComparison) -> tuple[First, tuple[LikelyCause, ...]
 
 
 def _own_draws(seen: LaunchComparison, first: First) -> list[LikelyCause]:
-    """The cause of a first wrong module that draws numbers in the second launch, while the first one draws none."""
+    """The cause of a first wrong module that draws random numbers in the second launch, while the
+    first one draws none.
+    """
     if any(rank.about.get("drawn") for rank in seen.first.ranks):
         return []
     drawn = {rank.rank: [*map(str, rank.about.get("drawn", ()))] for rank in seen.second.ranks}
@@ -137,7 +141,7 @@ def _own_draws(seen: LaunchComparison, first: First) -> list[LikelyCause]:
 
 
 def _other_buffers(seen: LaunchComparison, first: First) -> list[LikelyCause]:
-    """The causes of a wrong first forward before which a buffer of the same name and shape has other values."""
+    """The causes of a wrong first forward for which a buffer of the same name and shape has other values."""
     if first.phase not in ("forward", "loss") or first.step:
         return []
     true = {row.name: rank.tensor(row) for rank, row in seen.first.rows("buffer") if row.global_shape is None}
@@ -152,13 +156,13 @@ def _other_buffers(seen: LaunchComparison, first: First) -> list[LikelyCause]:
 
 
 def _is_alike(true: Tensor, other: Tensor) -> bool:
-    """Whether two buffers differ by the rounding of the coarser one at most."""
+    """Whether two buffers differ at most by the rounding of the coarser dtype."""
     eps = max(torch.finfo(one.dtype).eps for one in (true, other))
     return torch.allclose(true.double(), other.double(), rtol=eps, atol=0.0, equal_nan=True)
 
 
 def _own_counts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> tuple[LikelyCause, ...]:
-    """The cause of a wrong first loss that is a mean of means over other counts of targets."""
+    """The cause of a wrong first loss that is a mean of means over other numbers of targets."""
     if (
         findings[samples.CHECK].verdict != PASS
         or "loss/0" not in _wrong_names(findings)
@@ -170,7 +174,7 @@ def _own_counts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> tupl
 
 
 def _with_search(seen: LaunchComparison, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
-    """The evidence with what stands before the first wrong number: samples, initial values, the first wrong module."""
+    """The evidence with what comes before the first wrong number: samples, initial values, the first wrong module."""
     if samples.CHECK in findings and findings[samples.CHECK].verdict == FAIL:
         step, how = next((step, how) for step in seen.steps if (how := samples.describe_difference(step)))
         return evidence.with_found(other_samples=samples.describe_own_order(step) or how)
@@ -186,7 +190,7 @@ def _with_search(seen: LaunchComparison, evidence: Evidence, findings: Mapping[s
 
 
 def _start_of(seen: LaunchComparison, names: Sequence[str]) -> Fact:
-    """Which initial values differ, and the ranks whose values alone do."""
+    """Which initial values differ, and the ranks on which alone they do."""
     placements = seen.partners.placements.items()
     apart = sorted({rank for (rank, _), one in placements if not one.known and {*one.names} & {*names}})
     right = {rank for (rank, _), _ in placements} - {*apart}

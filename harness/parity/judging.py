@@ -1,7 +1,7 @@
 """The verdicts on two recorded launches.
 
-Limits come from the first launch itself: further runs of it, with every operator's result moved by rounding, are the
-control runs, and so is a second run of it as it is. They are made only where something is beyond the smallest limit.
+Limits come from the first launch itself: its control runs are further runs in which every operator's result is moved by
+rounding, and a second run without changes. They are made only if something is beyond the smallest limit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,16 +40,18 @@ from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about, state
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _RUNS, _MOST_RUNS = 3, 8
-"""Perturbed runs behind a limit, and how many there may be where something is just beyond it: three may be lucky."""
+"""The number of perturbed runs behind a limit, and the largest number if something is just beyond it: three may be
+lucky.
+"""
 NEAR = 10.0
-"""A tensor that is less than this many times beyond its limit is just beyond it."""
+"""A tensor of less than this many limits is just beyond its limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Further:
-    """Further runs of the first launch, made when they are asked for: `again` as it is, `perturbed` by rounding.
+    """Further runs of the first launch, made on request: `again` without changes, `perturbed` by rounding.
 
-    Each may be None where there is no such run; `perturbed` is asked by the number of the run, from 1.
+    Each may be None if there is no such run. `perturbed` takes the number of the run, from 1.
     """
 
     again: Callable[[], Launch | None] = lambda: None
@@ -57,9 +59,9 @@ class Further:
 
 
 def judge_launches(first: Launch, second: Launch, *, repeat: str = "", further: Further = Further()) -> CaseResult:
-    """The result of holding the second launch against the first one.
+    """The result of comparing the second launch with the first one.
 
-    `repeat` is the command that compares them again. Raises RequestError where a recorded tensor cannot be read.
+    `repeat` is the command that compares them again. Raises RequestError if a recorded tensor cannot be read.
     """
     seen = prepare_comparison(first, second)
     evidence, findings = judge_numbers(seen)
@@ -83,7 +85,7 @@ def judge_launches(first: Launch, second: Launch, *, repeat: str = "", further: 
 def _with_limits(
     seen: LaunchComparison, evidence: Evidence, findings: dict[str, Finding], further: Further
 ) -> tuple[Evidence, dict[str, Finding]]:
-    """Evidence and findings by the limits that perturbed runs of the first launch show, as many as it takes."""
+    """Evidence and findings by the limits of as many perturbed runs of the first launch as are needed."""
     for number in range(1, _MOST_RUNS + 1):
         enough = number > _RUNS and not 1 < furthest_ratio(findings) <= NEAR
         if enough or not _may_be_rounding(seen, findings) or (launch := further.perturbed(number)) is None:
@@ -95,7 +97,7 @@ def _with_limits(
 
 
 def _may_be_rounding(seen: LaunchComparison, findings: Mapping[str, Finding]) -> bool:
-    """Whether rounding may explain what is wrong first: in float64 only errors as small as noise can be."""
+    """Whether rounding may explain the first errors: in float64 only those as small as noise."""
     errors = {one.name: one.error for finding in findings.values() for one in finding.wrong}
     torn = findings["replicas"].names if "replicas" in findings else ()
     first = next(
@@ -105,16 +107,16 @@ def _may_be_rounding(seen: LaunchComparison, findings: Mapping[str, Finding]) ->
 
 
 def furthest_ratio(findings: Mapping[str, Finding]) -> float:
-    """How far the furthest wrong tensor is beyond its limit, in units of the limit; 0 where none is."""
+    """The largest error in units of its limit; 0 if none is beyond it."""
     return max((one.ratio for finding in findings.values() for one in finding.wrong), default=0.0)
 
 
 def _with_reading(
     seen: LaunchComparison, evidence: Evidence, findings: dict[str, Finding]
 ) -> tuple[Evidence, dict[str, Finding]]:
-    """Another reading of the losses where only the losses are wrong, and it is right.
+    """Another reading of the losses, if only losses are wrong and it makes them right.
 
-    Gradients belong to the objective that the default reads. Where they are wrong too, the loss is what is wrong.
+    Gradients belong to the objective of the default reading. If they are wrong too, the loss is wrong itself.
     """
     forward, gradients = findings.get("forward"), findings.get("parameter_gradients")
     if forward is None or forward.verdict != FAIL or gradients is None or gradients.verdict != PASS:
@@ -130,7 +132,7 @@ def _with_reading(
 
 
 def _by_targets(seen: LaunchComparison) -> Iterator[Reading]:
-    """The reading that averages losses by the targets behind each of them, where these are known in every step."""
+    """The reading that averages losses by their numbers of targets, if these are known in every step."""
     counts: dict[tuple[int, int], list[int]] = {}
     for step in range(seen.case.steps if seen.steps else 0):
         losses = {(rank.rank, row.number) for rank, row in seen.second.rows("loss", step)}
@@ -142,7 +144,7 @@ def _by_targets(seen: LaunchComparison) -> Iterator[Reading]:
 
 
 def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
-    """Whether there is something to compare, and what of both launches is not."""
+    """Whether there is something to compare, and what both launches lack."""
     parameters = [name.removeprefix("init/") for name in seen.tensors if name.startswith("init/")]
     alone = seen.without_partner
     common = len(parameters) > len(alone)
@@ -190,7 +192,7 @@ def _is_part_of(name: str, parameters: Sequence[str]) -> bool:
 
 
 def _list_remarks(seen: LaunchComparison) -> list[str]:
-    """What stayed in a narrower dtype, or kept initial values of its own, though the user asked for other ones."""
+    """What stayed in a narrower dtype, or kept initial values of its own, against the user's request."""
     found: list[str] = []
     for rank in (*seen.first.ranks, *seen.second.ranks):
         narrow, own = (dict(rank.about.get(word) or {}) for word in ("narrow", "same_init"))

@@ -1,4 +1,5 @@
-"""Launches of a program for parity: subprocesses of the user's own launcher, recorded with values, ended when done.
+"""Launches of a program for parity: subprocesses of the user's own launcher, which record values and are ended when all
+is recorded.
 
 Each launch has a folder of its own in the run folder: `first`, `second`, `again`, `perturbed-1`, .. What it prints goes
 to `output.txt` there. A launch is over when every rank has recorded all steps, or when it ends by itself.
@@ -30,16 +31,16 @@ from shardproof.harness.run_folder import guard_writing
 
 OUTPUT = "output.txt"
 _LAST = 12
-"""Lines of a program's output that an error shows."""
+"""The most lines of a program's output in an error."""
 _LAST_BYTES = 2**18
-"""Of what a program printed, in which these are looked for."""
+"""The most bytes of output that are searched for these lines."""
 _SUMMARY = "torch/distributed/elastic/multiprocessing/api.py"
-"""A word of the line with which torchrun begins to say that a rank has failed; why it did stands before it."""
+"""A word of the line with which torchrun begins to report that a rank has failed. The reason stands before it."""
 _LOOK_S = 0.1
 _END_S = 10.0
 """How long processes have to end after a SIGTERM."""
 _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-"""Signals that a process gets from outside: the kernel without memory, a user, a batch system."""
+"""Signals that a process may get from outside: from the kernel without memory, a user, a batch system."""
 
 
 _NAMES = {
@@ -48,15 +49,16 @@ _NAMES = {
     "again": "launch A again, as it is",
     "perturbed": "launch A again, to see its rounding",
 }
-"""Folders of launches in words; those of rounding are numbered."""
+"""What a launch is called in a message, by its folder. The folders of perturbed runs end in a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecorder:
-    """How launches are recorded: the first `steps`, below `folder`, each for `timeout_s` at most.
+    """How launches are recorded: their first `steps` steps, in a folder below `folder`, each launch in at most
+    `timeout_s` seconds.
 
-    `values` are the options of recording that all launches have. `heard` is called as every launch begins. `threads`
-    starts the ranks of torchrun's commands as threads of one process; None: commands are started as they are.
+    All launches record `values`. `heard` is called as every launch begins. `threads` starts the ranks of torchrun's
+    commands as threads of one process; with None commands are started unchanged.
     """
 
     folder: Path
@@ -67,7 +69,7 @@ class LaunchRecorder:
     threads: ThreadLaunches | None = None
 
     def record(self, name: str, command: Sequence[str], **options: Any) -> Launch:
-        """Launch a command and read what it recorded; `options` are those of this recording alone.
+        """Launch a command and read what it recorded; `options` apply to this recording alone.
 
         Raises ProgramError with its last lines when it fails before the last step, TimeLimit when the time is up,
         MachineError when a signal from outside ends it, RequestError when it records nothing.
@@ -111,10 +113,11 @@ class LaunchRecorder:
         return read_launch(folder)
 
     def record_same_init(self, name: str, command: Sequence[str], start: str) -> Launch:
-        """The same with the initial weights of another recording, a folder ("": the program's own).
+        """Launch a command with the initial weights from another recording's folder; with "" from the program's own.
 
-        Where the groups of ranks leave a cut open, it is recorded once more: what ranks drew themselves in the first of
-        these recordings shows who holds the same part. Raises what `record` raises.
+        The groups of ranks may not show how a tensor is sharded. Then the command is launched a second time: the first
+        recording has the weights that the ranks drew themselves, and ranks that drew the same ones hold the same part.
+        Raises what `record` raises.
         """
         launch = self.record(name, command, same_init=start)
         lacking = [str(why) for rank in launch.ranks for why in dict(rank.about.get("same_init") or {}).values()]
@@ -126,7 +129,7 @@ class LaunchRecorder:
         return found
 
     def _run(self, folder: Path, command: Sequence[str], session: ProgramSession) -> int | None:
-        """The exit status of a launch, 0 where it was ended since all is recorded, None where the time was up."""
+        """The exit status of a launch, 0 if it was ended because all is recorded, None if its time was up."""
         process = self._start(folder, command, session)
         end_s = time.monotonic() + self.timeout_s
         try:
@@ -158,7 +161,7 @@ class LaunchRecorder:
 
 
 def is_recorded(folder: Path) -> bool:
-    """Whether every rank of a launch has recorded all steps that were asked for."""
+    """Whether every rank of a launch has recorded all requested steps."""
     abouts = []
     for file in (folder / FOLDER).glob("rank-*.json"):
         try:
@@ -171,7 +174,7 @@ def is_recorded(folder: Path) -> bool:
 
 
 def _end_group(process: "subprocess.Popen[bytes] | ForkedLaunch") -> None:
-    """End all processes of a launch that are left: kindly first, for a launcher ends its own."""
+    """End all processes of a launch. A launcher gets time to end its own."""
     for number, wait_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S)):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -183,7 +186,7 @@ def _end_group(process: "subprocess.Popen[bytes] | ForkedLaunch") -> None:
 
 
 def _last_lines(folder: Path) -> str:
-    """What a launch printed last, in words."""
+    """The last lines of a launch's output."""
     with (folder / OUTPUT).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         text = file.read().decode("utf-8", "replace")

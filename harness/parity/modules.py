@@ -1,12 +1,13 @@
-"""The outputs of modules of both launches, so that the first wrong module is found as everywhere.
+"""Compares the outputs of modules of both launches, to find the first wrong module by the search for all subjects.
 
-Rows of the second launch's outputs are put where the samples of the first one stand: then its data ranks and
-micro-batches are one, and what is left are the layouts of the other axes, which the search tries
-(harness.diagnosing.placing). Outputs decide nothing: they say where it begins that something else is wrong.
+Rows of the second launch's outputs are put into the order of the first launch's samples. Then data ranks and
+micro-batches are joined, and the search (harness.diagnosing.placing) has the layouts of the other axes to try. Outputs
+fail no check: they show where an error begins that a check has found.
 
-Gradients of outputs show the count of targets that a loss is divided by, too. They are zero where a target is ignored,
-and are divided by the count of the others: of the whole step where that is right, of a data rank or a micro-batch alone
-where each has a mean of its own. Loss and gradients are then means of means, right by no common factor.
+Gradients of outputs also show by which number of targets a loss was divided. A gradient is zero where the target is
+ignored, and divided by the number of the others: of the whole step if the loss is right, and of a data rank or a
+micro-batch if each of these has a mean of its own. In that case loss and gradients are means of means, and no common
+factor corrects them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from shardproof.harness.verdicts.facts import Fact, state_fact
 _KINDS = {"output": "outputs", "output_grad": "gradients"}
 _GRADIENT = "output_grad"
 _CLOSE = 1e-3
-"""Factors are alike within this share: counts that are less than a thousand are told apart."""
+"""Factors within this share of each other are equal, so counts of less than a thousand differ."""
 _LEFT = 1e-2
 """A gradient is a multiple of another one when it leaves less than this share of itself."""
 Calls = dict[str, list[Tensor]]
@@ -40,7 +41,7 @@ Calls = dict[str, list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Both launches, with what is known of how they belong together."""
+    """Both launches, and which of their parameters, samples and ranks belong together."""
 
     first: Launch
     second: Launch
@@ -52,7 +53,7 @@ class Compared:
 
 
 def find_wrong_module(both: Compared, *, forward: bool, backward: bool) -> Located | None:
-    """The first module of step 0 whose output, or gradient of it, is not the first launch's; None where none is."""
+    """The first module of step 0 whose output, or its gradient, differs from the first launch; None if none does."""
     if both.first.world_size > 1 or both.samples.problem:
         return None
     truth = _calls_of_first(both.first)
@@ -95,7 +96,7 @@ def _as_calls(found: Mapping[str, Calls]) -> ModuleCalls:
 
 
 def _calls_of_rank(both: Compared, rank: int) -> ModuleCalls:
-    """What the modules of a rank and of the data ranks beside it returned, by the first launch's rows and paths."""
+    """What modules returned on a rank and its data ranks, in the order and under the paths of the first launch."""
     peers = peers_of(rank, both.axes, ("dp",))
     found: dict[str, Calls] = {}
     for kind in _KINDS:
@@ -108,7 +109,7 @@ def _calls_of_rank(both: Compared, rank: int) -> ModuleCalls:
 
 
 def tensors_of_rank(both: Compared, kind: str, rank: int) -> Calls:
-    """What a rank's modules returned, call by call; of a layout that the program states the full tensor."""
+    """What a rank's modules returned, call by call; the full tensor if the program states its layout."""
     parts: dict[tuple[str, int], list[Block]] = {}
     leaves: dict[tuple[str, int], str] = {}
     group = _find_sharing_ranks(rank, both.axes)
@@ -131,45 +132,53 @@ def tensors_of_rank(both: Compared, kind: str, rank: int) -> Calls:
 
 
 def _find_sharing_ranks(rank: int, axes: Axes) -> set[int]:
-    """The ranks that hold one model and read one batch together with this one, on its stage."""
+    """The ranks of this one's stage that hold parts of the same tensors and read the same batch."""
     return {*peers_of(rank, axes, [name for name in axes if name not in ("dp", "cp", PIPELINE)])}
 
 
 def _in_order_of_first(both: Compared, calls: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-    """The calls of a module on data ranks as those of the first launch; [] where rows cannot be told."""
-    samples = both.samples
+    """The calls of a module on data ranks, joined to those of the first launch; [] if outputs have no known rows."""
     sources = {peer: sources_of(both, peer) for peer in calls}
     if any(not own or len(calls[peer]) % len(own) for peer, own in sources.items()) or not any(calls.values()):
         return []
     uses = {len(calls[peer]) // len(own) for peer, own in sources.items()}
     if len(uses) != 1 or (use := uses.pop()) < 1:
         return []
+    rows_by_use = [_rows_by_source(calls, sources, use, number) for number in range(use)]
     found: list[Tensor] = []
-    for number, rows in enumerate(samples.rows):
-        for of_use in range(use):
-            filled: dict[int, Tensor] = {}
-            for peer, own in sources.items():
-                for call, places in enumerate(own):
-                    parts = rows_of_output(calls[peer][call * use + of_use], len(places))
-                    if parts is None:
-                        return []
-                    for place, part in zip(places, parts, strict=True):
-                        if place is not None and place[0] == number:
-                            filled[place[1]] = part
-            if len(filled) != rows or len({part.shape for part in filled.values()}) != 1:
+    for micro, rows in enumerate(both.samples.rows):
+        for rows_of_use in rows_by_use:
+            own = [rows_of_use.get((micro, row)) for row in range(rows)]
+            known = [row for row in own if row is not None]
+            if not known or len(known) < rows or len({row.shape for row in known}) != 1:
                 return []
-            joined = torch.stack([filled[row] for row in range(rows)])
+            joined = torch.stack(known)
             found.append(joined if _has_row_dim(calls, sources) else joined.flatten(0, 1))
     return found
 
 
+def _rows_by_source(
+    calls: Mapping[int, Sequence[Tensor]], sources: Mapping[int, Sequence[Sequence[Source | None]]], uses: int, use: int
+) -> dict[Source, Tensor]:
+    """Row of the first launch -> its part of the outputs of one of the `uses` of a module in each micro-batch."""
+    found: dict[Source, Tensor] = {}
+    for peer, own in sources.items():
+        for micro, rows in enumerate(own):
+            parts = rows_of_output(calls[peer][micro * uses + use], len(rows))
+            if parts is None:
+                return {}
+            found |= {row: part for row, part in zip(rows, parts, strict=True) if row is not None}
+    return found
+
+
 def _has_row_dim(calls: Mapping[int, Sequence[Tensor]], sources: Mapping[int, Sequence[Sequence[object]]]) -> bool:
+    """Whether the outputs have a dim of rows, not of the tokens of all rows."""
     peer = next(iter(calls))
     return calls[peer][0].shape[0] == len(sources[peer][0])
 
 
 def rows_of_output(output: Tensor, rows: int) -> Sequence[Tensor] | None:
-    """An output by samples: its first dim has a place for each, or so many for each (flattened tokens)."""
+    """The rows of an output: its first dim is that of rows, or of the tokens of all rows; None if it is neither."""
     if not output.dim() or not rows or output.shape[0] % rows:
         return None
     if output.shape[0] == rows:
@@ -178,7 +187,7 @@ def rows_of_output(output: Tensor, rows: int) -> Sequence[Tensor] | None:
 
 
 def sources_of(both: Compared, rank: int) -> list[tuple[Source | None, ...]]:
-    """The first launch's rows of a rank's micro-batches; of a later stage those of the first one."""
+    """Which rows of the first launch a rank's micro-batches are. A later stage has those of the first stage."""
     for group in both.axes.get(PIPELINE, ()):
         if rank in group:
             rank = group[0]
@@ -186,7 +195,7 @@ def sources_of(both: Compared, rank: int) -> list[tuple[Source | None, ...]]:
 
 
 def find_own_counts(both: Compared) -> Fact | None:
-    """What each loss is divided by where it is its own count of targets, not that of the step; None for any other."""
+    """States that each loss is divided by its own number of targets, not by that of the step; None if it is not."""
     found = _factors(both)
     factors = torch.tensor([factor for factor, _ in found.values()], dtype=torch.float64)
     counts = torch.tensor([count for _, count in found.values()], dtype=torch.float64)
@@ -203,7 +212,7 @@ def find_own_counts(both: Compared) -> Fact | None:
 
 
 def count_targets(both: Compared, losses: int) -> dict[int, list[int]]:
-    """By data rank, how many targets count in each of its micro-batches; empty where that is unknown of some losses."""
+    """By data rank, how many targets count in each micro-batch; empty unless that is known for all losses."""
     found: dict[int, list[int]] = {}
     for (rank, _), (_, count) in sorted(_factors(both).items()):
         found.setdefault(rank, []).append(count)
@@ -211,9 +220,9 @@ def count_targets(both: Compared, losses: int) -> dict[int, list[int]]:
 
 
 def _factors(both: Compared) -> Mapping[tuple[int, int], tuple[float, int]]:
-    """(data rank, micro-batch) -> its gradient in units of the first launch's, and the targets that count in it.
+    """(data rank, micro-batch) -> its gradient as a multiple of the first launch's, and how many targets count in it.
 
-    The gradient is of the first output, from the loss on, that all of them have; empty where it is no multiple.
+    The gradient is that of the output nearest to the loss that all of them recorded; empty if one is no multiple.
     """
     paths = dict.fromkeys(row.name for _, row in both.first.rows(_GRADIENT, 0) if row.name)
     ranks = {rank: tensors_of_rank(both, _GRADIENT, rank) for rank in range(both.second.world_size)}
@@ -235,21 +244,21 @@ def _factors(both: Compared) -> Mapping[tuple[int, int], tuple[float, int]]:
 
 
 def _find_row(parts: Sequence[Sequence[Tensor] | None], place: Source | None) -> Tensor | None:
-    """The gradient of a row of the first launch, by micro-batch and row."""
+    """The gradient of a row of the first launch. `parts` are its rows by micro-batch."""
     rows = parts[place[0]] if place is not None else None
     return rows[place[1]] if rows is not None and place is not None else None
 
 
 def _factor(rows: Sequence[Tensor] | None, true: Sequence[Tensor | None]) -> tuple[float, int] | None:
+    """The factor by which these rows are `true`, and how many of their targets count; None if there is no factor."""
     known = [row for row in true if row is not None]
     if not rows or len(known) != len(rows) or any(a.shape != b.shape for a, b in zip(rows, known, strict=True)):
         return None
     mine, theirs = torch.stack(list(known)).double(), torch.stack(list(rows)).double()
     square, counted = float(mine.square().sum()), int(mine.flatten(0, -2).any(-1).sum())
     factor = float((theirs * mine).sum()) / square if square else 0.0
-    return (
-        (factor, counted) if factor and float((theirs - factor * mine).norm()) <= _LEFT * float(theirs.norm()) else None
-    )
+    is_multiple = factor and float((theirs - factor * mine).norm()) <= _LEFT * float(theirs.norm())
+    return (factor, counted) if is_multiple else None
 
 
 def _are_alike(values: Tensor) -> bool:

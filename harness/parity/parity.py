@@ -24,7 +24,7 @@ from shardproof.harness.verdicts.verdict import PASS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRequest:
     """Two commands to launch, and how. `inproc`: ranks of torchrun are threads of one process. `values` are the options
-    of recording, `command` is what the user asked for.
+    of recording, `command` is the user's command.
     """
 
     first: tuple[str, ...]
@@ -39,10 +39,10 @@ class ParityRequest:
 
 
 def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -> RunResult:
-    """Record both launches, further runs of the first one where they are needed, and judge them.
+    """Record both launches and, if needed, further runs of the first one; judge them.
 
-    Raises what a launch raises that does not come to its last step, RequestError for a command whose ranks cannot be
-    threads where they are asked to.
+    Raises what a launch raises that does not finish its last step, and RequestError if ranks are to be threads and the
+    command does not allow it.
     """
     for command in (request.first, request.second) if request.inproc else ():
         read_torchrun(command)
@@ -60,7 +60,8 @@ def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -
             threads=threads,
         )
         result = _judge_recorded(request, recorder, seconds)
-    for folder in (store.path / "again", *store.path.glob("perturbed-*")):  # as large as the first one, and of no use
+    # These are as large as the first launch, and no longer needed.
+    for folder in (store.path / "again", *store.path.glob("perturbed-*")):
         shutil.rmtree(folder / "values", ignore_errors=True)
     return _store_result(replace(result, seconds=seconds), store)
 

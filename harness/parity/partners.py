@@ -1,16 +1,17 @@
-"""Which part of which parameter of the first launch every parameter of the second one is, by its initial values.
+"""Finds by initial values which part of which parameter of the first launch each parameter of the second one is.
 
-A layout that the program states comes first, then the part of the parameter of this name that has its numbers. Where
-none has, all parameters are looked through: a stage of a pipeline counts its layers anew, and one weight may hold
-several (q, k and v). A part is cut along one dim, in any order: slices are recognised by their bits. A tensor whose
-elements are all equal (a bias of zeros) shows nothing; it lies as the weight of its module does, or is the one that is
-left of its shape and numbers. What is found here is decided before anything is computed, and everything later is held
-to it.
+A layout that the program states is tried first, then the parts of the parameter with the same name. If their numbers
+differ, all parameters are searched: a pipeline stage numbers its layers from 0, and one weight may hold several (q, k
+and v). A part is cut along one dim, in any order: slices are recognised by their bits. A tensor whose elements are all
+equal (a bias of zeros) does not show its place. It is placed as the weight of its module is, or by its name and shape,
+or in the one free parameter that it fits. All of this is decided before anything is computed, and holds for all later
+comparisons.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ _MOST_SLICES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlice:
-    """A run of slices of a local tensor, `start` to `start + length`, and where it lies in a parameter of the first
-    launch, `name`, of shape `full`: at `offset` along the dim of the placement.
+    """Slices `start` to `start + length` of a local tensor, and their place in the first launch: from `offset` on in
+    the parameter `name` of shape `full`, along the dim of the placement.
     """
 
     start: int
@@ -39,10 +40,10 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicePlacement:
-    """Where a rank's parameter lies in those of the first launch: pieces along `dim`, or by the row's own offsets.
+    """The place of a rank's parameter in those of the first launch: pieces along `dim`, or the offsets of its row.
 
-    `stated` is the name of the parameter whose part the program states, then there are no pieces. `known` says that
-    its initial values are the first launch's, bit for bit.
+    `stated` is the name of the parameter if the program states its layout; there are no pieces then. `known`: its
+    initial values are those of the first launch, bit for bit.
     """
 
     dim: int = 0
@@ -52,11 +53,11 @@ class SlicePlacement:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters of the first launch of which it holds something."""
+        """The parameters of the first launch of which it holds a part."""
         return (self.stated,) if self.stated else tuple(dict.fromkeys(piece.name for piece in self.pieces))
 
     def blocks_of(self, row: ValueRow, local: Tensor) -> list[tuple[str, Block]]:
-        """The tensor of a row that lies as the parameter does, as blocks of the first launch's tensors, by name."""
+        """A tensor with the layout of the parameter, as blocks of the first launch's tensors by name."""
         if self.stated:
             return [(self.stated, stated_block(row, local))]
         found = []
@@ -71,7 +72,7 @@ class SlicePlacement:
 class Partners:
     """The placements of a launch's parameters by (rank, name), and those without one.
 
-    `modules`: by rank, paths of modules that have another path in the first launch -> that path.
+    `modules`: by rank, the path of a module -> its path in the first launch, if that is another one.
     """
 
     placements: Mapping[tuple[int, str], SlicePlacement]
@@ -88,51 +89,28 @@ def find_partners(initial: Mapping[str, Tensor], aliases: Mapping[str, str], sec
 
     `aliases`: further names of the first launch's parameters -> the name in `initial`.
     """
-    index = _Index(initial, aliases)
-    placements: dict[tuple[int, str], SlicePlacement] = {}
-    open_rows: list[tuple[int, ValueRow, Tensor]] = []
-    for rank, row in second.rows("param"):
-        local = rank.tensor(row)
-        placement = index.by_values(row, local)
-        if placement is None:
-            open_rows.append((rank.rank, row, local))
-        else:
-            placements[rank.rank, row.name] = placement
-    modules = {rank.rank: _renames_of(rank.rank, placements) for rank in second.ranks}
-    unplaced = []
-    sizes = _parts_of_names(second)
-    for number, row, local in open_rows:
-        name = index.known_name(_rename(row.name, modules[number]))
-        found = _beside(number, row, local, name, index, placements)
-        if found is None:
-            found = _by_shape(number, row, local, name, index, placements, sizes)
-        if found is None:
-            unplaced.append((number, row, local))
-        else:
-            placements[number, row.name] = found
-    placements |= _find_last_left(unplaced, index, placements, sizes)
-    alone = tuple((number, row.name) for number, row, _ in unplaced if (number, row.name) not in placements)
-    modules = {rank.rank: _renames_of(rank.rank, placements) for rank in second.ranks}
-    return Partners(placements=placements, unplaced=alone, modules=modules)
+    search = _Search(_Index(initial, aliases), second)
+    parameters = (_Parameter(rank.rank, row, rank.tensor(row)) for rank, row in second.rows("param"))
+    left = search.place(parameters, search.index.by_values)
+    modules = {rank.rank: _renames_of(rank.rank, search.placements) for rank in second.ranks}
+    left = search.place(left, lambda one: search.by_name(one, modules[one.rank]))
+    search.place_what_is_left(left)
+    alone = tuple(one.key for one in left if one.key not in search.placements)
+    modules = {rank.rank: _renames_of(rank.rank, search.placements) for rank in second.ranks}
+    return Partners(placements=search.placements, unplaced=alone, modules=modules)
 
 
-def _find_last_left(
-    unplaced: Sequence[tuple[int, ValueRow, Tensor]],
-    index: "_Index",
-    placements: Mapping[tuple[int, str], SlicePlacement],
-    sizes: Mapping[str, Mapping[int, tuple[int, ...]]],
-) -> dict[tuple[int, str], SlicePlacement]:
-    """Placements by elimination: of what no rank holds yet one parameter alone has the numbers of one row alone."""
-    free = index.initial.keys() - {name for placement in placements.values() for name in placement.names}
-    wanted: dict[tuple[int, str], list[tuple[str, SlicePlacement]]] = {}
-    for number, row, local in unplaced:
-        fitting = (_by_shape(number, row, local, name, index, placements, sizes) for name in free)
-        found = [placement for placement in fitting if placement is not None and placement.known]
-        for placement in found:
-            wanted.setdefault((number, placement.names[0]), []).append((row.name, placement))
-    counts = Counter((number, row) for (number, _), rows in wanted.items() for row, _ in rows)
-    alone = ((number, *rows[0]) for (number, _), rows in wanted.items() if len(rows) == 1)
-    return {(number, row): placement for number, row, placement in alone if counts[number, row] == 1}
+class _Parameter(NamedTuple):
+    """A parameter of a rank of the second launch, with its initial values."""
+
+    rank: int
+    row: ValueRow
+    local: Tensor
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Rank and name."""
+        return self.rank, self.row.name
 
 
 class _Index:
@@ -147,8 +125,9 @@ class _Index:
         name = self._aliases.get(name, name)
         return name if name in self.initial else ""
 
-    def by_values(self, row: ValueRow, local: Tensor) -> SlicePlacement | None:
-        """The placement that its numbers show; None where they show none."""
+    def by_values(self, one: "_Parameter") -> SlicePlacement | None:
+        """The placement that the numbers of a parameter show, or None."""
+        row, local = one.row, one.local
         if not _is_telling(local):
             return None
         name = self.known_name(row.name)
@@ -184,16 +163,43 @@ class _Index:
         full = self.initial[name]
         if full.shape == local.shape:
             return _whole(name, local) if _equal(full, local) else self._along(local, 0, name) if local.dim() else None
-        dims = [dim for dim, (a, b) in enumerate(zip(full.shape, local.shape, strict=False)) if a != b]
-        if full.dim() != local.dim() or len(dims) != 1:
-            return None
-        return self._along(local, dims[0], name)
+        dim = _only_differing_dim(full, local)
+        return None if dim is None else self._along(local, dim, name)
 
     def _along(self, local: Tensor, dim: int, name: str | None) -> SlicePlacement | None:
-        """The places of its slices along a dim, in one parameter or in any; None where one of them is nowhere.
+        """The places of its slices along a dim, in one parameter or in any; None if one of them is nowhere.
 
-        Slices at the end that are nowhere may be padding, where the parameter of its name has fewer slices in all.
+        Slices at the end that are nowhere may be padding, if the parameter of its name ends with the slice before.
         """
+        places = self._find_slices(local, dim, name)
+        length = local.shape[dim]
+        padded = name is not None and 0 < len(places) < length and places[-1][1] == self.initial[name].shape[dim] - 1
+        if not places or (len(places) < length and not padded):
+            return None
+        pieces, start = [], 0
+        for end in range(1, len(places) + 1):
+            if end == len(places) or places[end] != (places[end - 1][0], places[end - 1][1] + 1):
+                other, offset = places[start]
+                shape = tuple(self.initial[other].shape)
+                pieces.append(ParameterSlice(start=start, length=end - start, name=other, full=shape, offset=offset))
+                start = end
+        return SlicePlacement(dim=dim, pieces=tuple(pieces))
+
+    def _find_slices(self, local: Tensor, dim: int, name: str | None) -> list[tuple[str, int]]:
+        """Parameter and number of the slices of a tensor, up to the first one that is nowhere."""
+        known = self._slices_like(local, dim)
+        places: list[tuple[str, int]] = []
+        for one in _slices(local, dim):
+            found = [place for place in known.get(one, ()) if name is None or place[0] == name]
+            if not found:
+                break
+            # Of equal slices the one that continues the piece, so that a contiguous part is one piece.
+            follows = (places[-1][0], places[-1][1] + 1) if places else None
+            places.append(follows if follows in found else found[0])
+        return places
+
+    def _slices_like(self, local: Tensor, dim: int) -> Mapping[bytes, Sequence[tuple[str, int]]]:
+        """Bits -> parameter and number of every slice along `dim` that has the shape and dtype of this tensor's."""
         rest = (*local.shape[:dim], *local.shape[dim + 1 :])
         key = dim, rest, local.dtype
         if key not in self._slices:
@@ -203,26 +209,7 @@ class _Index:
                     for number, one in enumerate(_slices(full.to(local.dtype), dim)):
                         known.setdefault(one, []).append((other, number))
             self._slices[key] = known
-        known = self._slices[key]
-        places: list[tuple[str, int]] = []
-        for one in _slices(local, dim):
-            found = [place for place in known.get(one, ()) if name is None or place[0] == name]
-            if not found:
-                break
-            follows = (places[-1][0], places[-1][1] + 1) if places else None
-            places.append(follows if follows in found else found[0])
-        length = local.shape[dim]
-        padded = name is not None and 0 < len(places) < length and places[-1][1] == self.initial[name].shape[dim] - 1
-        if len(places) < length and not padded:
-            return None
-        pieces, start = [], 0
-        for end in range(1, len(places) + 1):
-            if end == len(places) or places[end] != (places[end - 1][0], places[end - 1][1] + 1):
-                other, offset = places[start]
-                shape = tuple(self.initial[other].shape)
-                pieces.append(ParameterSlice(start=start, length=end - start, name=other, full=shape, offset=offset))
-                start = end
-        return SlicePlacement(dim=dim, pieces=tuple(pieces)) if pieces else None
+        return self._slices[key]
 
 
 def is_flat(row: ValueRow, full: Tensor) -> bool:
@@ -231,7 +218,7 @@ def is_flat(row: ValueRow, full: Tensor) -> bool:
 
 
 def _is_telling(local: Tensor) -> bool:
-    """Whether its numbers show where it lies: they are not all the same one."""
+    """Whether its numbers can show its place: not all of them are equal."""
     return local.numel() > 1 and bool((local != local.flatten()[0]).any())
 
 
@@ -255,7 +242,7 @@ def _whole(name: str, local: Tensor, *, known: bool = True) -> SlicePlacement:
 
 
 def _renames_of(rank: int, placements: Mapping[tuple[int, str], SlicePlacement]) -> dict[str, str]:
-    """Beginnings of paths that are others in the first launch, as this rank's parameters show it."""
+    """Beginning of a path -> that of the first launch, where this rank's parameters show that they differ."""
     votes: dict[str, Counter[str]] = {}
     for (own, name), placement in placements.items():
         if own != rank or len(placement.names) != 1:
@@ -277,95 +264,119 @@ def _rename(path: str, renames: Mapping[str, str]) -> str:
     return path
 
 
-def _beside(
-    rank: int,
-    row: ValueRow,
-    local: Tensor,
-    name: str,
-    index: _Index,
-    placements: Mapping[tuple[int, str], SlicePlacement],
-) -> SlicePlacement | None:
-    """A vector without telling numbers lies as the rows of the matrix of its module do."""
-    module, _, leaf = row.name.rpartition(".")
-    if row.global_shape is not None or local.dim() != 1 or (name and index.initial[name].shape == local.shape):
-        return None
-    for (own, other), placement in placements.items():
-        same = own == rank and other.rpartition(".")[0] == module and other != row.name
-        if not same or placement.stated or placement.dim != 0 or not placement.known:
-            continue
-        if sum(piece.length for piece in placement.pieces) != len(local):
-            continue
-        pieces = []
-        for piece in placement.pieces:
-            beside = index.known_name(".".join([*piece.name.split(".")[:-1], leaf]))
-            full = tuple(index.initial[beside].shape) if beside else ()
-            if full == piece.full[:1]:
-                moved = ParameterSlice(
-                    start=piece.start, length=piece.length, name=beside, full=full, offset=piece.offset
-                )
-                pieces.append(moved)
-        if len(pieces) == len(placement.pieces):
-            return SlicePlacement(pieces=tuple(pieces), known=_holds(pieces, local, index))
-    return None
+class _Search:
+    """The `placements` of the second launch's parameters, by rank and name, as far as they are found."""
 
+    def __init__(self, index: _Index, second: Launch) -> None:
+        self.index = index
+        self.placements: dict[tuple[int, str], SlicePlacement] = {}
+        self._holders: dict[str, set[int]] = {}
+        """By name of a parameter, the ranks that hold it or a part of it."""
+        for rank, row in second.rows("param"):
+            self._holders.setdefault(row.name, set()).add(rank.rank)
 
-def _holds(pieces: Sequence[ParameterSlice], local: Tensor, index: _Index, dim: int = 0) -> bool:
-    """Whether these pieces of a tensor have the first launch's numbers."""
-    return all(
-        _equal(
-            index.initial[piece.name].narrow(dim, piece.offset, piece.length),
-            local.narrow(dim, piece.start, piece.length),
-        )
-        for piece in pieces
-    )
+    def place(
+        self, parameters: Iterable[_Parameter], find: Callable[[_Parameter], SlicePlacement | None]
+    ) -> list[_Parameter]:
+        """Place the parameters for which `find` returns a placement. Returns the others."""
+        left = []
+        for one in parameters:
+            found = find(one)
+            if found is None:
+                left.append(one)
+            else:
+                self.placements[one.key] = found
+        return left
 
+    def by_name(self, one: _Parameter, renames: Mapping[str, str]) -> SlicePlacement | None:
+        """The placement in the parameter of its name, by its module or its shape."""
+        name = self.index.known_name(_rename(one.row.name, renames))
+        return self._beside_matrix(one, name) or self._by_shape(one, name)
 
-def _parts_of_names(second: Launch) -> dict[str, dict[int, tuple[int, ...]]]:
-    """By name of a parameter: rank -> the shape of its part."""
-    shapes: dict[str, dict[int, tuple[int, ...]]] = {}
-    for rank, row in second.rows("param"):
-        shapes.setdefault(row.name, {})[rank.rank] = row.shape
-    return shapes
+    def place_what_is_left(self, unplaced: Sequence[_Parameter]) -> None:
+        """Place each parameter that alone fits a free parameter of the first launch, if it fits no other free one."""
+        free = self.index.initial.keys() - {name for placed in self.placements.values() for name in placed.names}
+        fitting: dict[tuple[int, str], list[tuple[_Parameter, SlicePlacement]]] = {}
+        for one in unplaced:
+            for placement in (self._by_shape(one, name) for name in free):
+                if placement is not None and placement.known:
+                    fitting.setdefault((one.rank, placement.names[0]), []).append((one, placement))
+        choices = Counter(one.key for rows in fitting.values() for one, _ in rows)
+        for rows in fitting.values():
+            if len(rows) == 1 and choices[rows[0][0].key] == 1:
+                self.placements[rows[0][0].key] = rows[0][1]
 
-
-def _by_shape(
-    rank: int,
-    row: ValueRow,
-    local: Tensor,
-    name: str,
-    index: _Index,
-    placements: Mapping[tuple[int, str], SlicePlacement],
-    shapes: Mapping[str, Mapping[int, tuple[int, ...]]],
-) -> SlicePlacement | None:
-    """The placement of a parameter whose numbers show none: as stated, whole, or a part by the rank's place."""
-    if not name:
-        return None
-    full = index.initial[name]
-    if row.global_shape is not None and row.offsets is not None:
-        full = full.flatten() if is_flat(row, full) else full
-        if tuple(full.shape) != row.global_shape:
+    def _beside_matrix(self, one: _Parameter, name: str) -> SlicePlacement | None:
+        """The placement of a vector without telling numbers: as the rows of its module's matrix."""
+        module, _, leaf = one.row.name.rpartition(".")
+        initial = self.index.initial
+        if (
+            one.row.global_shape is not None
+            or one.local.dim() != 1
+            or (name and initial[name].shape == one.local.shape)
+        ):
             return None
-        block = Block(local=local, offsets=row.offsets, global_shape=row.global_shape)
-        return SlicePlacement(stated=name, known=_equal(block.part_of(full), local))
-    if full.shape == local.shape:
-        return _whole(name, local, known=_equal(full, local))
-    dims = [dim for dim, (a, b) in enumerate(zip(full.shape, local.shape, strict=False)) if a != b]
-    if full.dim() != local.dim() or len(dims) != 1 or full.shape[dims[0]] % local.shape[dims[0]]:
+        for (rank, other), matrix in self.placements.items():
+            same_module = rank == one.rank and other.rpartition(".")[0] == module and other != one.row.name
+            if not same_module or matrix.stated or matrix.dim != 0 or not matrix.known:
+                continue
+            if sum(piece.length for piece in matrix.pieces) != len(one.local):
+                continue
+            pieces = []
+            for piece in matrix.pieces:
+                vector = self.index.known_name(".".join([*piece.name.split(".")[:-1], leaf]))
+                if vector and tuple(initial[vector].shape) == piece.full[:1]:
+                    pieces.append(replace(piece, name=vector, full=piece.full[:1]))
+            if len(pieces) == len(matrix.pieces):
+                return SlicePlacement(pieces=tuple(pieces), known=self._has_numbers(one, pieces))
         return None
-    dim, length = dims[0], local.shape[dims[0]]
-    parts = full.shape[dim] // length
-    at = _place_of_rank(rank, parts, placements)
-    if at is None:
-        at = sorted(shapes[row.name]).index(rank) % parts
-    piece = ParameterSlice(start=0, length=length, name=name, full=tuple(full.shape), offset=at * length)
-    return SlicePlacement(dim=dim, pieces=(piece,), known=_holds([piece], local, index, dim))
+
+    def _by_shape(self, one: _Parameter, name: str) -> SlicePlacement | None:
+        """The placement in this parameter, whatever its numbers: as stated, whole, or the part of the rank's place."""
+        if not name:
+            return None
+        row, local, full = one.row, one.local, self.index.initial[name]
+        if row.global_shape is not None and row.offsets is not None:
+            full = full.flatten() if is_flat(row, full) else full
+            if tuple(full.shape) != row.global_shape:
+                return None
+            block = Block(local=local, offsets=row.offsets, global_shape=row.global_shape)
+            return SlicePlacement(stated=name, known=_equal(block.part_of(full), local))
+        if full.shape == local.shape:
+            return _whole(name, local, known=_equal(full, local))
+        dim = _only_differing_dim(full, local)
+        if dim is None or full.shape[dim] % local.shape[dim]:
+            return None
+        length = local.shape[dim]
+        parts = full.shape[dim] // length
+        number = self._part_of_rank(one.rank, parts)
+        if number is None:
+            number = sorted(self._holders[row.name]).index(one.rank) % parts
+        piece = ParameterSlice(start=0, length=length, name=name, full=tuple(full.shape), offset=number * length)
+        return SlicePlacement(dim=dim, pieces=(piece,), known=self._has_numbers(one, [piece], dim))
+
+    def _part_of_rank(self, rank: int, parts: int) -> int | None:
+        """Which of so many equal parts the rank holds of another parameter whose numbers show it; None without one."""
+        for (own, _), placement in self.placements.items():
+            if own == rank and placement.known and len(placement.pieces) == 1:
+                piece = placement.pieces[0]
+                whole = piece.full[placement.dim] if piece.full else 0
+                if whole == parts * piece.length and not piece.offset % piece.length:
+                    return piece.offset // piece.length
+        return None
+
+    def _has_numbers(self, one: _Parameter, pieces: Sequence[ParameterSlice], dim: int = 0) -> bool:
+        """Whether these pieces of a parameter have the first launch's numbers."""
+        return all(
+            _equal(
+                self.index.initial[piece.name].narrow(dim, piece.offset, piece.length),
+                one.local.narrow(dim, piece.start, piece.length),
+            )
+            for piece in pieces
+        )
 
 
-def _place_of_rank(rank: int, parts: int, placements: Mapping[tuple[int, str], SlicePlacement]) -> int | None:
-    """Which of so many parts the rank holds of parameters whose numbers show it; None where none does."""
-    for (own, _), placement in placements.items():
-        if own == rank and placement.known and len(placement.pieces) == 1:
-            piece = placement.pieces[0]
-            if piece.full and piece.full[placement.dim] == parts * piece.length and not piece.offset % piece.length:
-                return piece.offset // piece.length
-    return None
+def _only_differing_dim(full: Tensor, local: Tensor) -> int | None:
+    """The dim in which the two shapes differ, if it is one alone."""
+    dims = [dim for dim, (a, b) in enumerate(zip(full.shape, local.shape, strict=False)) if a != b]
+    return dims[0] if full.dim() == local.dim() and len(dims) == 1 else None

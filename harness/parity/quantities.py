@@ -25,18 +25,18 @@ from shardproof.harness.protocols import Axes
 
 _AFTER = ("param_after", "state_after")
 _PASSING = frozenset({"loss", "grad", "grad_norm"})
-"""Kinds of values that no later step goes on from: their replicas may differ by rounding."""
+"""Kinds of values that no later step depends on, so that their replicas may differ by rounding."""
 DATA_AXES = ("dp", "cp")
-"""Axes whose ranks have losses of samples, or parts of samples, of their own."""
+"""Axes whose ranks have losses of other samples, or of other parts of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How losses make up the loss of a step: added up or averaged over the calls of backward of a rank, and over the
-    ranks that have samples of their own. Gradients are those as backward left them, or as the optimizer received them.
+    """How losses make up the loss of a step: they are added or averaged over the calls of backward of a rank, and over
+    the ranks with samples of their own. Gradients are those that backward left, or those that the optimizer received.
 
-    `counts`: (step, rank) -> the targets of each of its calls. Where it is given, a loss of the second launch is a mean
-    over targets: those of calls and ranks are averaged by how many each has.
+    `counts`: (step, rank) -> the targets of each of its calls. With them, the losses of the second launch are means
+    over targets, and are averaged by these numbers.
     """
 
     calls: str = "sum"
@@ -46,11 +46,13 @@ class Reading:
 
 
 READINGS = (Reading(), Reading(calls="mean"), Reading(ranks="sum"), Reading(calls="mean", ranks="sum"))
-"""Readings, that of the objective which averaged gradients belong to first."""
+"""Readings, first the one whose objective has averaged gradients."""
 
 
 def full_tensors(launch: Launch, reading: Reading = READINGS[0]) -> tuple[dict[str, Tensor], tuple[Flaw, ...]]:
-    """The full tensors of a launch by name, its ranks merged by what they state; and those that make no full one."""
+    """The full tensors of a launch by name, merged from its ranks as the program states; and the names that do not
+    merge.
+    """
     outcomes: dict[int, dict[str, list[Block]]] = {rank: {} for rank in range(launch.world_size)}
     for rank, row, kind in _rows_of_parameters(launch, reading):
         full = _name_of(kind, row, launch.aliases.get(row.name, row.name))
@@ -66,7 +68,7 @@ def full_tensors(launch: Launch, reading: Reading = READINGS[0]) -> tuple[dict[s
 
 
 def control_tensors(launch: Launch, flat: Mapping[str, bool], reading: Reading) -> dict[str, Tensor]:
-    """The tensors of a further run of the first launch, with the values from which its parameters began."""
+    """The tensors of a further run of the first launch, with the initial values of its parameters."""
     tensors, _ = full_tensors(launch, reading)
     started = {
         name.replace("init/", INITIAL, 1): tensor for name, tensor in tensors.items() if name.startswith("init/")
@@ -84,7 +86,7 @@ def outcomes_of(
     for rank, row, kind in _rows_of_parameters(second, reading):
         placement = partners.placements.get((rank.rank, row.name)) if _name_of(kind, row, row.name) else None
         lies_alike = row.global_shape is not None or row.shape == shapes.get((rank.rank, row.name))
-        if placement is None or not lies_alike:  # a state that factors a matrix has a shape of its own
+        if placement is None or not lies_alike:  # a state that factors a matrix has another shape
             continue
         local = rank.tensor(row)
         for parameter, block in placement.blocks_of(row, local):
@@ -98,9 +100,9 @@ def outcomes_of(
 
 
 def _hold_once(own: dict[str, list[Block]], name: str, firsts: dict[tuple[str, object], Block]) -> None:
-    """Put the first replica in the place of the last block of a name, where they do not differ.
+    """Replace the last block of a name by its first replica, if they are equal.
 
-    So equal replicas are held once. Of values that no later step goes on from, the last bits may differ.
+    So equal replicas are stored once. Values that no later step depends on may differ in their last bits.
     """
     block = own[name][-1]
     first = firsts.setdefault((name, (block.region, block.terms)), block)
@@ -109,7 +111,7 @@ def _hold_once(own: dict[str, list[Block]], name: str, firsts: dict[tuple[str, o
 
 
 def _are_close(name: str, first: Tensor, other: Tensor) -> bool:
-    """Whether replicas of a number of one step alone differ in their last bits."""
+    """Whether replicas of a number of one step differ in their last bits alone."""
     if kind_of(name) not in _PASSING or not first.is_floating_point() or not first.numel():
         return False
     gap, largest = (float(one.double().abs().max()) for one in (other.double() - first.double(), first))
@@ -117,7 +119,7 @@ def _are_close(name: str, first: Tensor, other: Tensor) -> bool:
 
 
 def flat_parameters(second: Launch, partners: Partners, initial: Mapping[str, Tensor]) -> dict[str, bool]:
-    """The parameters that ranks of the second launch hold as pieces of flattened ones."""
+    """The parameters that ranks of the second launch hold as pieces of flat ones."""
     found = {}
     for rank, row in second.rows("param"):
         placement = partners.placements.get((rank.rank, row.name))
@@ -137,12 +139,12 @@ def with_flat(tensors: Mapping[str, Tensor], flat: Mapping[str, bool]) -> dict[s
 
 
 def is_clipped(launch: Launch) -> bool:
-    """Whether the program clips by torch's own function: then gradients before and after it are told apart."""
+    """Whether the program clips by torch's own function, so that gradients before and after clipping are known."""
     return any(launch.rows("grad_clipped"))
 
 
 def _rows_of_parameters(launch: Launch, reading: Reading) -> Iterator[tuple[RankValues, ValueRow, str]]:
-    """Every row that belongs to a parameter, with the kind of its name in an outcome."""
+    """Every row of a parameter, with the kind of its name in an outcome."""
     for rank, row in launch.rows("param"):
         yield rank, row, "init"
     for rank, row in launch.rows("grad_clipped" if reading.received and is_clipped(launch) else "grad"):
@@ -164,7 +166,7 @@ def _order_of_kind(name: str) -> int:
 
 
 def _add_numbers(outcomes: Mapping[int, dict[str, list[Block]]], launch: Launch, axes: Axes, reading: Reading) -> None:
-    """Add losses and norms: numbers that stand on some ranks, and mean all of them."""
+    """Add losses and norms: numbers that some ranks have, and that are those of all."""
     for step in range(launch.steps):
         for kind, numbers in (("loss", losses_of(launch, axes, step, reading)), ("grad_norm", norms_of(launch, step))):
             for rank, number in numbers.items():
@@ -173,7 +175,7 @@ def _add_numbers(outcomes: Mapping[int, dict[str, list[Block]]], launch: Launch,
 
 
 def losses_of(launch: Launch, axes: Axes, step: int, reading: Reading) -> dict[int, Tensor]:
-    """By rank that has one, the loss of a step on all data ranks."""
+    """The loss of a step on all data ranks, by rank that has one."""
     own: dict[int, list[Tensor]] = {}
     for rank, row in launch.rows("loss", step):
         value = rank.tensor(row).double() if row.dtype.endswith(("float64", "float32")) else rank.tensor(row).float()
@@ -191,7 +193,7 @@ def losses_of(launch: Launch, axes: Axes, step: int, reading: Reading) -> dict[i
 
 
 def peers_of(rank: int, axes: Axes, names: Sequence[str] = DATA_AXES) -> list[int]:
-    """The ranks that stand where this one does on all axes but these, in order."""
+    """The ranks with the same coordinates as this one on all axes but these, in order."""
     found, queue = {rank}, [rank]
     while queue:
         one = queue.pop()
@@ -209,7 +211,7 @@ def _together(values: Sequence[Tensor], how: str) -> Tensor:
 
 
 def norms_of(launch: Launch, step: int) -> dict[int, Tensor]:
-    """By rank, the last norm of a step; of a norm that is still to be reduced over ranks the whole one."""
+    """The last norm of a step by rank; if it is still to be reduced over ranks, the reduced one."""
     found: dict[int, Tensor] = {}
     parts: dict[int, tuple[ValueRow, Tensor]] = {}
     for rank, row in launch.rows("norm", step):

@@ -1,4 +1,4 @@
-"""A launch as its recording has it: rows and tensors by kind, and the full tensors that its ranks make up together."""
+"""A launch as it was recorded: rows and tensors by kind, and the full tensors of its ranks together."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,11 +11,13 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.programs.values import RankValues, ValueRow, read_values
 
 STATES: Mapping[str, str] = {"exp_avg": "exp_avg_after", "exp_avg_sq": "exp_avg_sq_after"}
-"""Name of a state of an optimizer -> the kind of its name in an outcome; others are values updated once a step."""
+"""Name of a state of an optimizer -> the kind of its name in an outcome. Other states are values
+updated in each step.
+"""
 OTHER_STATE = "value_after"
 _AFTER = "param_after"
 COUNTS = frozenset({"step"})
-"""States of an optimizer that count its steps: they say nothing that parameters do not."""
+"""States of an optimizer that count its steps, and show nothing that parameters do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Launch:
         return min(stated) if len(stated) == len(self.ranks) else min(seen, default=0)
 
     def rows(self, kind: str, step: int = 0) -> Iterator[tuple[RankValues, ValueRow]]:
-        """The rows of a kind in a step that have a tensor, rank by rank in the order in which values came to be."""
+        """The rows of a kind in a step that have a tensor, rank by rank, in the order of recording."""
         return iter([(rank, row) for rank, row in self._by_kind.get((kind, step), ()) if row.key])
 
     def left_out(self) -> tuple[str, ...]:
@@ -79,7 +81,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later(RankValues):
-    """The values of a rank from a step on; `recorded` are its rows as they stand in its files, by number."""
+    """The values of a rank from a step on; `recorded` are its rows in its files, by number."""
 
     recorded: Mapping[int, ValueRow] = field(default_factory=dict)
 
@@ -93,7 +95,7 @@ class _Later(RankValues):
         return cls(rank=rank.rank, rows=(*begun, *later), about=about, folder=rank.folder, recorded=recorded)
 
     def tensor(self, row: ValueRow) -> Tensor:
-        """The tensor of a row of these."""
+        """The tensor of one of these rows."""
         return super(_Later, self).tensor(self.recorded[row.number])
 
 
@@ -103,7 +105,7 @@ def read_launch(folder: Path) -> Launch:
 
 
 def stated_block(row: ValueRow, local: Tensor) -> Block:
-    """The tensor of a row at the place that the program states; a row without one is a full tensor."""
+    """The tensor of a row with the place that the program states; without one it is a full tensor."""
     shape, offsets = row.global_shape, row.offsets
     places = {name: at for name, _, at in row.axes}
     terms = tuple(places[axis] for axis in row.pending_axes if axis in places) if row.pending else ()
@@ -113,7 +115,7 @@ def stated_block(row: ValueRow, local: Tensor) -> Block:
 
 
 def state_name(row: ValueRow, parameter: str) -> str:
-    """The name in an outcome of a parameter, or of one of its states, after a step; "" for what is not compared."""
+    """The name in an outcome of a parameter or one of its states after a step; "" for what is not compared."""
     if row.kind == "param_after":
         return f"param_after/{row.step}/{parameter}"
     if row.leaf in COUNTS:

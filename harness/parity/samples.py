@@ -1,16 +1,19 @@
-"""Whether the ranks of the second launch together read the samples of the first one, each once, step by step.
+"""Whether in each step the ranks of the second launch together read the samples of the first one, each of them once.
 
 A sample is a row along dim 0 of what the outermost module receives. Under context parallelism a rank has parts of a
 row's sequence (dim 1): contiguous ones, or two in zigzag. Ranks that read the same rows and parts (of one tensor
-parallel group) are one reader. Rows are told by their bits, so their order may be another one: `Samples.sources` says
-which row of the first launch each one is, and outputs of modules are put into its order by it. Batches may be padded to
-their longest row, so that what a rank reads is wider in one launch: a padded row ends, or begins, in one value of its
-tensor, and where the rows of both launches are the same without it, they are all brought to one width.
+parallel group) are one reader. Rows are found by their bits, in any order: `Samples.sources` says which row of the
+first launch each of them is, and outputs of modules are put into that order.
+
+Batches may be padded to their longest row, so that tensors are wider in one launch than in the other. Padding is one
+value at the end, or at the beginning, of rows. If the rows of both launches are equal without it, all are padded to one
+width.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 import torch
 from torch import Tensor
@@ -26,23 +29,24 @@ Source = tuple[int, int]
 """Micro-batch and row of the first launch."""
 Unit = tuple[int, int, int]
 """A source and the number of the part of its sequence."""
-
+RowPart = tuple[bytes, ...]
+"""The bits of a part of a row, one entry for each tensor."""
 
 Tensors = Mapping[tuple[int, int], Mapping[str, Tensor]]
 """(rank, micro-batch) -> what the outermost module received, by its place there."""
 _MOST = 64
-"""Values that are tried as the padding of a tensor."""
+"""The most values that are tried as the padding of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """The samples of one step. `rows` are those of the first launch, by micro-batch.
 
-    sources   (rank, micro-batch) -> the row of the first launch that each row is, None for a row that it has not
-    parts     rank -> the parts of the sequence that it has, of `of_parts`
-    copies    a part of a row that has the bits of an earlier one -> that one: nothing tells which of them is read
-    readers   ranks that read the same, a tuple each; ranks that receive no sample (later stages) are in none
-    problem   why rows cannot be compared; None where they can
+    sources   (rank, micro-batch) -> for each row that row of the first launch, None for a row that it lacks
+    parts     rank -> the numbers of the parts of a sequence that it reads, out of `of_parts`
+    copies    a part of a row that is equal to an earlier one -> that one: either of them may be read
+    readers   groups of ranks that read the same; without ranks that receive no samples (later stages)
+    problem   why rows cannot be compared, or None
     """
 
     step: int
@@ -55,7 +59,7 @@ class Samples:
     problem: Fact | None = None
 
     def units(self, rank: int) -> list[Unit]:
-        """What a rank reads of the first launch's samples, in its order."""
+        """The parts of rows of the first launch that a rank reads, in its order."""
         found = [source for (own, _), rows in sorted(self.sources.items()) if own == rank for source in rows]
         return [(*source, part) for source in found if source for part in self.parts[rank]]
 
@@ -63,50 +67,73 @@ class Samples:
 def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     """The samples of a step of both launches."""
     mine, theirs = _tensors_of(first, step), _tensors_of(second, step)
-    mine, theirs = without_padding(mine, theirs) or (mine, theirs)
-    names = _common_names(mine, theirs)
-    if not names:
-        left = any(name.startswith("sample/") for launch in (first, second) for name in launch.left_out())
-        problem = state_fact("samples_left_out") if left else state_fact("nothing_received")
-        if mine and theirs:
-            problem = state_fact("no_rows_alike", mine=_words_of(mine), theirs=_words_of(theirs))
-        return Samples(step=step, sources={}, parts={}, problem=problem)
-    pairs = [(own, other) for own, other in names]
-    many = _count_parts(mine, theirs, pairs[0])
-    whole: dict[tuple[bytes, ...], list[Unit]] = {}
-    calls, rows = _calls_once(mine), []
-    for number, tensors in enumerate(calls):
-        parts_of_rows = _rows_of(tensors, [own for own, _ in pairs], many)
-        rows.append(len(parts_of_rows))
-        for row, parts in enumerate(parts_of_rows):
-            for part, key in enumerate(parts):
-                whole.setdefault(key, []).append((number, row, part))
+    mine, theirs = _pad_alike(mine, theirs) or (mine, theirs)
+    pairs = _common_names(mine, theirs)
+    if not pairs:
+        return Samples(step=step, sources={}, parts={}, problem=_why_not_compared(first, second, mine, theirs))
+    of_parts = _count_parts(mine, theirs, pairs[0])
+    calls = _calls_once(mine)
+    finder = _RowFinder(calls, [own for own, _ in pairs], of_parts)
     sources: dict[tuple[int, int], tuple[Source | None, ...]] = {}
-    parts_of_rank: dict[int, tuple[int, ...]] = {}
     read: dict[int, list[object]] = {}
-    used: Counter[tuple[Source, tuple[int, ...]]] = Counter()
     for (rank, call), tensors in sorted(theirs.items(), key=lambda one: one[0]):
-        own_call = calls[0]
-        if not all(other in tensors and _are_alike(own_call[own], tensors[other]) for own, other in pairs):
-            continue  # a later stage of a pipeline is given what the one before it returns
-        share = many * tensors[pairs[0][1]].shape[1] // own_call[pairs[0][0]].shape[1] if many > 1 else 1
-        keys = _rows_of(tensors, [other for _, other in pairs], share)
-        sources[rank, call] = tuple(_find_row(row, whole, used, parts_of_rank, rank) for row in keys)
-        read.setdefault(rank, []).append(tuple(map(tuple, keys)))
+        if not all(other in tensors and _are_alike(calls[0][own], tensors[other]) for own, other in pairs):
+            continue  # a later stage of a pipeline receives what the one before it returns
+        own, other = pairs[0]
+        parts = of_parts * tensors[other].shape[1] // calls[0][own].shape[1] if of_parts > 1 else 1
+        rows = _rows_of(tensors, [other for _, other in pairs], parts)
+        sources[rank, call] = tuple(finder.find(rank, row) for row in rows)
+        read.setdefault(rank, []).append(tuple(map(tuple, rows)))
     readers: dict[object, list[int]] = {}
-    for rank, own in read.items():
-        readers.setdefault(tuple(own), []).append(rank)
-    for ranks in readers.values():  # one reader's ranks have one row where the first launch has several alike
+    for rank, rows_read in read.items():
+        readers.setdefault(tuple(rows_read), []).append(rank)
+    for ranks in readers.values():  # of several equal rows of the first launch they read the same one
         sources |= {(rank, call): rows for rank in ranks for (own, call), rows in [*sources.items()] if own == ranks[0]}
     return Samples(
         step=step,
-        rows=tuple(rows),
+        rows=tuple(finder.rows),
         sources=sources,
-        parts=parts_of_rank,
-        of_parts=many,
-        copies={unit: units[0] for units in whole.values() for unit in units[1:]},
+        parts=finder.parts_of_rank,
+        of_parts=of_parts,
+        copies={unit: units[0] for units in finder.units.values() for unit in units[1:]},
         readers=tuple(map(tuple, readers.values())),
     )
+
+
+class _RowFinder:
+    """Finds rows of the first launch by the bits of their parts. `rows` is their number by micro-batch."""
+
+    def __init__(self, calls: Sequence[Mapping[str, Tensor]], names: Sequence[str], of_parts: int) -> None:
+        self.rows: list[int] = []
+        self.units: dict[RowPart, list[Unit]] = {}
+        self.parts_of_rank: dict[int, tuple[int, ...]] = {}
+        self._used: Counter[tuple[Source, tuple[int, ...]]] = Counter()
+        for micro, tensors in enumerate(calls):
+            rows = _rows_of(tensors, names, of_parts)
+            self.rows.append(len(rows))
+            for row, parts in enumerate(rows):
+                for part, key in enumerate(parts):
+                    self.units.setdefault(key, []).append((micro, row, part))
+
+    def find(self, rank: int, parts: Sequence[RowPart]) -> Source | None:
+        """The row that has all of these parts; of several equal rows the one that was found least often."""
+        options = [{unit[:2]: unit[2] for unit in reversed(self.units.get(key, ()))} for key in parts]
+        rows = [one for one in sorted(options[0]) if all(one in other for other in options)] if options else []
+        if not rows:
+            self.parts_of_rank.setdefault(rank, (0,))
+            return None
+        at = {row: tuple(other[row] for other in options) for row in rows}
+        best = min(rows, key=lambda row: (self._used[row, at[row]], row))
+        self._used[best, at[best]] += 1
+        self.parts_of_rank.setdefault(rank, at[best])
+        return best
+
+
+def _why_not_compared(first: Launch, second: Launch, mine: Tensors, theirs: Tensors) -> Fact:
+    if mine and theirs:
+        return state_fact("no_rows_alike", mine=_words_of(mine), theirs=_words_of(theirs))
+    left_out = any(name.startswith("sample/") for launch in (first, second) for name in launch.left_out())
+    return state_fact("samples_left_out" if left_out else "nothing_received")
 
 
 def check_samples(steps: Sequence[Samples]) -> Finding:
@@ -128,17 +155,20 @@ def check_samples(steps: Sequence[Samples]) -> Finding:
 
 
 def describe_difference(one: Samples) -> Fact | None:
-    """How the samples of a step differ from those of the first launch; None where they do not."""
+    """How the samples of a step differ from those of the first launch; None if they do not."""
     every = [
         (call, row, part) for call, rows in enumerate(one.rows) for row in range(rows) for part in range(one.of_parts)
     ]
-    there = Counter(one.copies.get(unit, unit) for unit in every)
-    least, most = (
-        Counter(one.copies.get(unit, unit) for rank in ranks for unit in one.units(rank))
-        for ranks in ([ranks[0] for ranks in one.readers], [rank for ranks in one.readers for rank in ranks])
-    )
-    missing = _rows_once(unit for unit, count in there.items() if most[unit] < count)
-    twice = _rows_once(unit for unit, count in there.items() if least[unit] > count)
+    needed = Counter(one.copies.get(unit, unit) for unit in every)
+
+    def count_reads(ranks: Iterable[int]) -> Counter[Unit]:
+        return Counter(one.copies.get(unit, unit) for rank in ranks for unit in one.units(rank))
+
+    # Ranks that read the same may share a model, or be data ranks that read the same rows twice. A part is surely read
+    # too often if it is so with one rank of each group, and surely missing if it is so with all ranks.
+    least, most = count_reads(ranks[0] for ranks in one.readers), count_reads(r for ranks in one.readers for r in ranks)
+    missing = _rows_once(unit for unit, count in needed.items() if most[unit] < count)
+    twice = _rows_once(unit for unit, count in needed.items() if least[unit] > count)
     foreign = [
         (call, row, rank)
         for (rank, call), found in sorted(one.sources.items())
@@ -182,7 +212,7 @@ def _ranks_apart(one: Samples) -> tuple[int, ...]:
 
 
 def _is_in_order(one: Samples) -> bool:
-    """Whether the ranks, one after the other, have the first launch's rows in its order."""
+    """Whether the readers, one after the other, have the first launch's rows in its order."""
     found = [unit for ranks in one.readers for unit in one.units(ranks[0])]
     return found == sorted(found)
 
@@ -205,7 +235,7 @@ def _place_of(name: str, leaf: str) -> str:
 
 
 def _calls_once(tensors: Tensors) -> list[Mapping[str, Tensor]]:
-    """The micro-batches of a launch, those that several ranks read in the same way once."""
+    """The micro-batches of a launch, without repeats by ranks that read the same."""
     calls: list[Mapping[str, Tensor]] = []
     seen: set[object] = set()
     for (_, call), given in sorted(tensors.items(), key=lambda one: one[0]):
@@ -217,7 +247,7 @@ def _calls_once(tensors: Tensors) -> list[Mapping[str, Tensor]]:
 
 
 def _common_names(mine: Tensors, theirs: Tensors) -> list[tuple[str, str]]:
-    """Pairs of places whose tensors are rows of samples in both launches: of the same name, else the first alike."""
+    """Pairs of places whose tensors are rows of samples in both launches: equal names, else the first possible pair."""
     own, other = _batches_of(mine), _batches_of(theirs)
     same = [(name, name) for name in own if name in other and _are_alike(own[name], other[name])]
     if same:
@@ -226,7 +256,7 @@ def _common_names(mine: Tensors, theirs: Tensors) -> list[tuple[str, str]]:
 
 
 def _batches_of(tensors: Tensors) -> dict[str, Tensor]:
-    """Places of the first micro-batch of the first rank whose tensors have its rows, integers first."""
+    """The tensors of one micro-batch whose first dim is that of rows, by place, integers first."""
     if not tensors:
         return {}
     given = tensors[min(tensors)]
@@ -238,7 +268,7 @@ def _batches_of(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _are_alike(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether rows of both may be the same: they have one kind of number and shape, but for a part of a sequence."""
+    """Whether rows of both may be equal: all have integers or none, and one shape, but for a part of the sequence."""
     if mine.is_floating_point() != theirs.is_floating_point() or mine.dim() != theirs.dim():
         return False
     a, b = tuple(mine.shape[1:]), tuple(theirs.shape[1:])
@@ -246,7 +276,7 @@ def _are_alike(mine: Tensor, theirs: Tensor) -> bool:
 
 
 def _count_parts(mine: Tensors, theirs: Tensors, pair: tuple[str, str]) -> int:
-    """Into how many parts sequences are cut to be compared: 1, or two for each rank that has a part."""
+    """The number of parts in which sequences are compared: 1, or two for each rank that reads a part."""
     a, b = mine[min(mine)][pair[0]], theirs[min(theirs)][pair[1]]
     if a.shape[1:] == b.shape[1:]:
         return 1
@@ -254,8 +284,8 @@ def _count_parts(mine: Tensors, theirs: Tensors, pair: tuple[str, str]) -> int:
     return 2 * ranks if not a.shape[1] % (2 * ranks) else ranks
 
 
-def _rows_of(tensors: Mapping[str, Tensor], names: Sequence[str], parts: int) -> list[list[tuple[bytes, ...]]]:
-    """By row: the bits of each of its parts, of all these tensors."""
+def _rows_of(tensors: Mapping[str, Tensor], names: Sequence[str], parts: int) -> list[list[RowPart]]:
+    """The parts of every row of these tensors."""
     cut = []
     for name in names:
         tensor = tensors[name]
@@ -266,74 +296,55 @@ def _rows_of(tensors: Mapping[str, Tensor], names: Sequence[str], parts: int) ->
     return [[tuple(of_name[part][row] for of_name in cut) for part in range(parts)] for row in range(rows)]
 
 
-def _find_row(
-    keys: Sequence[tuple[bytes, ...]],
-    whole: Mapping[tuple[bytes, ...], Sequence[Unit]],
-    used: Counter[tuple[Source, tuple[int, ...]]],
-    parts: dict[int, tuple[int, ...]],
-    rank: int,
-) -> Source | None:
-    """The row of the first launch that has all these parts, of several alike one that is not used yet."""
-    options = [{unit[:2]: unit[2] for unit in reversed(whole.get(key, ()))} for key in keys]
-    rows = [source for source in sorted(options[0]) if all(source in other for other in options)] if options else []
-    if not rows:
-        parts.setdefault(rank, (0,))
-        return None
-    at = {source: tuple(other[source] for other in options) for source in rows}
-    best = min(rows, key=lambda source: (used[source, at[source]], source))
-    used[best, at[best]] += 1
-    parts.setdefault(rank, at[best])
-    return best
+def _pad_alike(mine: Tensors, theirs: Tensors) -> tuple[Tensors, Tensors] | None:
+    """The tensors of both launches at one width; None if all have one, or if they differ by more than padding.
 
-
-def without_padding(mine: Tensors, theirs: Tensors) -> tuple[Tensors, Tensors] | None:
-    """Both launches' tensors at one width, those alone that can be; None where widths agree, or padding is none."""
+    Only tensors of two dims that are equal but for padding are in the result.
+    """
     names = {name for given in mine.values() for name in given} & {name for given in theirs.values() for name in given}
     aligned: dict[str, dict[int, Tensor]] = {}
-    told = False
+    is_padded = False
     for name in sorted(names):
-        tensors = [given[name] for launch in (mine, theirs) for given in launch.values() if name in given]
+        own, other = ([given[name] for given in launch.values() if name in given] for launch in (mine, theirs))
+        tensors = [*own, *other]
         if any(one.dim() != 2 for one in tensors):
             continue
-        if len({one.shape[1] for one in tensors}) == 1:
+        width = max(one.shape[1] for one in tensors)
+        if all(one.shape[1] == width for one in tensors):
             aligned[name] = {id(one): one for one in tensors}
             continue
         for value, last in _paddings(tensors):
-            own, other = (
-                {_strip(row, value, last) for given in launch.values() if name in given for row in given[name].tolist()}
-                for launch in (mine, theirs)
-            )
-            if own == other:
-                width = max(one.shape[1] for one in tensors)
+            rows = _strip_rows(own, value, last)
+            if rows == _strip_rows(other, value, last):
                 aligned[name] = {id(one): _widen(one, width, value, last) for one in tensors}
-                told = told or () not in own
+                is_padded = is_padded or () not in rows  # a row of padding alone is equal in all launches
                 break
-    if not told:
+    if not is_padded:
         return None
-    first, second = (
-        {
+
+    def widen(launch: Tensors) -> Tensors:
+        return {
             key: {name: aligned[name][id(one)] for name, one in given.items() if name in aligned}
-            for key, given in of.items()
+            for key, given in launch.items()
         }
-        for of in (mine, theirs)
-    )
-    return first, second
+
+    return widen(mine), widen(theirs)
 
 
 def _paddings(tensors: list[Tensor]) -> Iterator[tuple[float, bool]]:
-    """Values in which rows end, then those in which they begin."""
+    """Possible padding: values in which rows end (True), then values in which they begin (False)."""
     for last in (True, False):
         values = torch.cat([one[:, -1 if last else 0] for one in tensors]).unique()
         yield from ((value, last) for value in values[:_MOST].tolist())
 
 
-def _strip(row: list[float], value: float, last: bool) -> tuple[float, ...]:
-    """A row without the padding at its end, or at its beginning."""
+def _strip_rows(tensors: Sequence[Tensor], value: float, last: bool) -> set[tuple[float, ...]]:
+    """All rows without the padding at their end, or at their beginning."""
     step = -1 if last else 1
-    kept = row[::step]
-    while kept and kept[0] == value:
-        kept = kept[1:]
-    return tuple(kept[::step])
+    kept = set()
+    for row in (row for one in tensors for row in one.tolist()):
+        kept.add(tuple([*dropwhile(lambda number: number == value, row[::step])][::step]))
+    return kept
 
 
 def _widen(tensor: Tensor, width: int, value: float, last: bool) -> Tensor:

@@ -1,4 +1,6 @@
-"""What cannot be judged: what differs between two runs of one launch, what is drawn, what only rounding may explain."""
+"""What cannot be judged: differences between two runs of one launch, random numbers, and what only rounding may
+explain.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +20,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 
 def spreads_of(seen: LaunchComparison, again: Launch) -> dict[str, float]:
-    """Name -> how far two runs of the first launch are apart, of those tensors that are."""
+    """Name -> how far two runs of the first launch differ, for the tensors that do."""
     second = {
         name: tensor for name, tensor in control_tensors(again, seen.flat, seen.reading).items() if name in seen.tensors
     }
@@ -41,7 +43,7 @@ def check_determinism(seen: LaunchComparison, again: Launch) -> Finding:
 
 
 def undecided_by_chance(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings that are unknown, not failed, since the first launch does not repeat itself."""
+    """The findings, unknown instead of failed, since the first launch does not repeat itself."""
     repeated = findings.get("determinism")
     if repeated is None or repeated.verdict == PASS:
         return findings
@@ -49,7 +51,7 @@ def undecided_by_chance(seen: LaunchComparison, findings: dict[str, Finding]) ->
 
 
 def undecided_by_starts(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings that are unknown, not failed, since initial weights were asked for that some parameters did not get."""
+    """The findings, unknown instead of failed, since some parameters did not get the requested initial weights."""
     lacking = {name: why for rank in seen.second.ranks for name, why in dict(rank.about.get("same_init") or {}).items()}
     if not lacking or not wrong_starts(seen, findings):
         return findings
@@ -58,7 +60,9 @@ def undecided_by_starts(seen: LaunchComparison, findings: dict[str, Finding]) ->
 
 
 def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Unlike losses of ranks are unknown, not failed, where nothing shows whether these have read the same samples."""
+    """Losses that differ between ranks are unknown, not failed, if nothing shows whether these read
+    the same samples.
+    """
     torn = findings.get("replicas")
     if findings[samples.CHECK].verdict != UNKNOWN or torn is None or {*map(kind_of, torn.names)} != {"loss"}:
         return findings
@@ -66,9 +70,9 @@ def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -
 
 
 def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings of numbers that are unknown, not failed, since launch A's forward draws numbers (dropout).
+    """The findings of numbers, unknown instead of failed, since launch A's forward draws random numbers (dropout).
 
-    Where launch A draws none, its numbers are certain, and draws of launch B are a difference between the two.
+    If launch A draws none, its numbers are certain, and draws of launch B are a difference between the two.
     """
     drawn = [str(one) for rank in seen.first.ranks for one in rank.about.get("drawn", ())]
     if not drawn:
@@ -78,10 +82,10 @@ def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> 
 
 
 def undecided_without_controls(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings of numbers that are unknown, not failed: rounding may be behind them, and no run shows how much.
+    """The findings of numbers, unknown instead of failed: rounding may explain them, and no run shows how far it goes.
 
-    Half of the digits of a dtype is more than rounding comes to in a few steps, but for chaotic training. Adam makes a
-    whole step of so little where a gradient is near zero.
+    Half of the digits of a dtype is more than rounding takes in a few steps, unless training is chaotic. But Adam makes
+    a whole step of it where a gradient is near zero.
     """
     if seen.controls or seen.case.dtype == "float64":
         return findings
@@ -97,7 +101,7 @@ def undecided_without_controls(seen: LaunchComparison, findings: dict[str, Findi
 
 
 def _as_unknown(findings: dict[str, Finding], checks: Sequence[str], why: Fact) -> dict[str, Finding]:
-    """The findings, those of these checks unknown where they failed."""
+    """The findings; those of these checks are unknown if they failed."""
     return {
         check: replace(finding, verdict=UNKNOWN, facts=(*finding.facts, state_fact("proves_nothing", why=why)))
         if check in checks and finding.verdict == FAIL

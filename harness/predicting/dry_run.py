@@ -61,10 +61,10 @@ TO_BACKWARD, TO_FORWARD = "to backward", "to forward"
 
 
 class Stretch(NamedTuple):
-    """A stretch of computing, and its end: the call `ticket` started, or was waited for.
+    """A stretch of computing, and the call at its end: `ticket` was issued there, or waited for.
 
-    Without a call (-1) the program ended, or autograd's backward began or ended. `peak_bytes` is the most that tensors
-    held at once meanwhile, `held_bytes` what they hold at its end.
+    If there is no call (-1), the program ended there, or autograd's backward began or ended. `peak_bytes` is the most
+    that tensors held at once during the stretch, `held_bytes` what they hold at its end.
     """
 
     flops: int
@@ -96,7 +96,7 @@ class _Live:
         self._known: dict[int, Any] = {}
 
     def peak_bytes(self) -> int:
-        """The most bytes at once since the last call of this."""
+        """The most bytes that were held at once since this was last called."""
         peak, self._peak_bytes = self._peak_bytes, self.now_bytes
         return peak
 
@@ -148,7 +148,7 @@ class Meter(DispatchMode):
 
     @contextmanager
     def on_rank(self, _rank: int) -> Iterator[None]:
-        """Measure this thread until the body ends."""
+        """Measure this thread inside of the body."""
         hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         try:
             with waits_of_fakes(self._note_wait), fused_attention(), self:
@@ -158,7 +158,8 @@ class Meter(DispatchMode):
                 hook.remove()
             self._end(END, -1)
             for _ticket, kept in self._works.values():
-                if isinstance(kept, Tensor):  # dropped by the program: torch's list would keep it for the process
+                # The program dropped it unwaited, but torch's list would keep it for the life of the process.
+                if isinstance(kept, Tensor):
                     end_functional(kept)
             self._works.clear()
 
@@ -172,12 +173,12 @@ class Meter(DispatchMode):
         return ticket
 
     def on_completion(self, rank: int, ticket: int) -> None:
-        """A synchronous call: whoever reads the stretches knows."""
+        """A synchronous call: its stretch says so by itself."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator, and count what it computes and makes."""
+        """Run one operator, and count what it computes and creates."""
         if take_themselves_apart(types):
             return NotImplemented
         if (backward := current_task() != -1) != self._backward:
@@ -195,7 +196,7 @@ class Meter(DispatchMode):
         return out
 
     def _note_collective(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """An operator of a collective: remember by what its call is waited for."""
+        """An operator of a collective: remember what its call will be waited for by."""
         if space != "c10d" and short_name(func) in _OF_ONE_TENSOR:
             return self._passed_on(func, args, words)
         if space != "c10d" and not has_kernel(f"{space}::{short_name(func)}", "CompositeExplicitAutograd"):
@@ -234,7 +235,9 @@ class Meter(DispatchMode):
                 self._see(part)
 
     def _note_wait(self, handle: int) -> None:
-        """The call behind a work, or behind the tensor of a functional collective, is waited for; the first time."""
+        """The call behind a work, or behind the tensor of a functional collective, is waited for; only the first time
+        counts.
+        """
         ticket, _kept = self._works.pop(handle, (-1, None))
         if self._calls.pop(ticket, None) is not None:
             self._end(WAIT, ticket)
@@ -290,12 +293,12 @@ _EXPLICIT = dispatch_keys("CompositeExplicitAutograd")
 
 
 MOST_RANKS = 9
-"""Ranks that are run at most: all places of a mesh of two axes."""
+"""The most ranks that are run: all places of a mesh of two axes."""
 Axes = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def representatives(axes: Axes, world_size: int, most: int = MOST_RANKS) -> tuple[tuple[int, ...], int]:
-    """Ranks of all places, one each, in their order, and how many places there are; at most `most` ranks.
+    """One rank of every place, in order, and the number of places; at most `most` ranks.
 
     The first and the last rank come before the others, then the lowest rank of each place. These share groups with the
     first rank wherever a place allows it.

@@ -31,16 +31,16 @@ EQUAL = "equal"
 """Value of `Forecast.ledger` when the dry run issued exactly the events of the closed form."""
 FORWARD, BACKWARD = "F", "B"
 DEPTHS = (3, 5)
-"""Layers at which a deep model is measured: few, but enough that the first and the last differ from the others."""
+"""The layers at which a deep model is measured: few, but enough that the first and the last differ from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one rank; `peak` is the most that all tensors held at once in a step, temporary ones too.
+    """Bytes on one rank; `peak` is the most that all tensors held at once in a step, temporary ones included.
 
-    Building the model may need more: that is no part of it, where two micro-batches or more were run.
-    `trained` are the elements that the optimizer steps; 0 when the program steps no torch optimizer, and then gradients
-    and optimizer are not known. `learned` are those of all parameters that want a gradient.
+    Building the model may need more; that is not counted if two micro-batches or more were run. `trained` are the
+    elements that the optimizer steps, 0 when the program steps no torch optimizer; then gradients and optimizer are not
+    known. `learned` are the elements of all parameters that require a gradient.
     """
 
     trained: float
@@ -65,9 +65,10 @@ class Memory:
         )
 
     def over_steps(self, states: "States | None") -> "Memory":
-        """A peak without what the optimizer keeps, with it: there from the second step on, whatever else is.
+        """A peak, with the optimizer's states added if it lacks them: from the second step on they are there all the
+        time.
 
-        With `states` gradients and optimizer are by their formula.
+        With `states` gradients and optimizer are given by their formula.
         """
         one = self
         if states and self.trained:
@@ -81,7 +82,7 @@ class Memory:
 class Traffic:
     """Calls and bytes of one rank in one step, from the closed form.
 
-    `messages` are what it sends to other stages, `lines` all calls by what they are.
+    `messages` are those that it sends to other stages, `lines` all calls by their fields.
     """
 
     calls: int
@@ -94,9 +95,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageForecast:
-    """A stage of a pipeline: a rank of it.
+    """A stage of a pipeline, represented by one rank.
 
-    `live` are the micro-batches (of one chunk) in flight at most, `layers` those of the stage, `run` its rank.
+    `live` is the largest number of micro-batches (of one chunk) in flight, `layers` are those of the stage, `run` is
+    the rank.
     """
 
     index: int
@@ -113,8 +115,8 @@ class Forecast:
     """A case of any size. `tokens` are those of all ranks in a step; 0: the case has none.
 
     `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
-    `depths` are the layers that were run, () when it was the model itself. Of a pipeline, `stages` are its stages,
-    `memory` and `traffic` are of the stage with the largest peak.
+    `depths` are the numbers of layers that were run, () when the model itself was run. For a pipeline, `stages` are its
+    stages; `memory` and `traffic` are those of the stage with the largest peak.
     """
 
     case: CaseLike
@@ -171,13 +173,13 @@ def two_depths(case: CaseLike) -> tuple[int, int]:
 
 
 def line_weights(layers: float, low: int, high: int) -> tuple[float, float]:
-    """The weights of the two measured depths in the straight line through them, at this many layers."""
+    """The weights of the two measured depths for a line through both, at this number of layers."""
     share = (layers - low) / (high - low)
     return 1 - share, share
 
 
 def count_live(program: Sequence[ActionLike]) -> int:
-    """The most micro-batches of a chunk that are forward and not yet backward."""
+    """The largest number of micro-batches of a chunk whose forward is done and whose backward is not."""
     live = most = 0
     for action in program:
         live += {FORWARD: 1, BACKWARD: -1}.get(action.kind, 0)
@@ -196,7 +198,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes that are kept for every element of a parameter; `moments` are both of them."""
+    """Bytes that are kept for every element of a parameter; `moments` are both together."""
 
     parameter: int
     gradient: int

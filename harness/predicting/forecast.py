@@ -56,7 +56,7 @@ _COMPUTED = (FORWARD, BACKWARD)
 _AFTER_BACKWARD = ("grad_sync", "step")
 _BEFORE_BACKWARD = ("data", "forward", "loss", "metric")
 _MEASURED = 3
-"""Micro-batches of a step that are measured: the first, one between, the last."""
+"""The micro-batches of a step that are measured: the first, one between, the last."""
 
 
 class _Computation(NamedTuple):
@@ -96,7 +96,7 @@ class OneStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A computation that was measured: what it leaves behind, and the most that it holds beyond what it found."""
+    """A computation that was measured: the bytes that it leaves, and the most that it holds beyond those it found."""
 
     left_bytes: float
     more_bytes: float
@@ -121,7 +121,9 @@ class MeasuredStage:
     ledger: str
 
     def middle(self, kind: str, chunk: int) -> Segment:
-        """A computation between the first and the last; a forward is the last one, for which nothing is done once."""
+        """The measurement that stands for computations between the first and the last. For forwards it is the last one,
+        in which nothing is done that happens once.
+        """
         own = self.segments[kind, chunk]
         return own[-1] if kind == FORWARD else own[len(own) // 2]
 
@@ -140,14 +142,16 @@ class MeasuredStage:
         return made
 
     def left_bytes(self, micro: int, chunk: int, micros: int) -> float:
-        """Bytes that the forward of one of `micros` leaves: as measured, or the bytes that its backward frees."""
+        """The bytes that the forward of one of `micros` leaves: as measured, or as its backward frees them."""
         own = self.segments[FORWARD, chunk]
         if micro < len(own) - 1 or len(own) == micros:
             return own[micro].left_bytes
         return self.grown_bytes - self.middle(BACKWARD, chunk).left_bytes
 
     def kept_bytes(self, micro: int, chunk: int) -> float:
-        """Bytes that stay when a backward has ended: gradients at first, perhaps gathered parameters at the next."""
+        """The bytes that stay when a backward has ended: gradients after the first one, perhaps gathered parameters
+        after later ones.
+        """
         forward, backward = self.segments[FORWARD, chunk], self.segments[BACKWARD, chunk]
         if micro < max(1, len(backward) - 1):
             return forward[micro].left_bytes + backward[micro].left_bytes
@@ -188,11 +192,11 @@ def measure_stage(
         segments[place] = (*segments.get(place, ()), segment)
     first = actions[0].kind, actions[0].chunk
     before, known = 0.0, segments[first]
-    if len(known) > 1:  # the model is built in the first forward, which else needs what a later one does
+    if len(known) > 1:  # the model is built in the first forward, which otherwise needs what a later one needs
         before = known[0].left_bytes - known[-1].left_bytes
         own = replace(known[0], left_bytes=known[-1].left_bytes, more_bytes=known[-1].more_bytes)
         segments[first] = (own, *known[1:])
-    alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2  # two forwards and backwards, and the rest
+    alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2  # two forwards, two backwards, and the rest
     grown = made[2].left_bytes + made[3].left_bytes if alone else 0.0
     return made_stage(
         segments=segments, rest=made[-1], before_bytes=before, grown_bytes=grown, live=count_live(actions)
@@ -200,7 +204,7 @@ def measure_stage(
 
 
 def _share_segments(case: CaseLike, rank: DryRank) -> tuple[Segment, Segment]:
-    """A micro-batch as an equal share of what comes before the first call after backward, and the rest."""
+    """A micro-batch as an equal share of everything before the first call after backward; and the rest."""
     after = {event.call_index for event in rank.events if event.phase in _AFTER_BACKWARD}
     stops = (number for number, one in enumerate(rank.stretches) if one.then == START and one.ticket in after)
     step, rest = _cut_segments(rank, [next(stops, len(rank.stretches)), len(rank.stretches)])
@@ -239,7 +243,9 @@ def weighted_sum(*parts: tuple[float, T]) -> T:
 
 
 def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
-    """A stage of several depths, each with its weight. Raises NotComputed where they are not taken apart alike."""
+    """A stage from measurements at several depths, each with its weight. Raises NotComputed unless all have the same
+    parts.
+    """
     first = drawn[0][1]
     if len({tuple((place, len(own)) for place, own in one.segments.items()) for _, one in drawn}) > 1:
         raise NotComputed("its forwards and backwards are others in a deeper model", ranks=(first.rank,))
@@ -265,10 +271,10 @@ def _turning_points(rank: DryRank, computations: int) -> list[int]:
 
 
 def _ends_of_computations(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
-    """Where each computation ends, as the number of stretches before; and where what follows the last one ends.
+    """Where each computation ends, and what follows the last one, as numbers of stretches before it.
 
-    A batch of messages belongs to the computation behind it. Between two of them, autograd's work and the phases of
-    calls distinguish forward and backward. Raises NotComputed when the rank did not follow its program.
+    A batch of messages belongs to the computation after it. Between two batches, autograd's work and the phases of
+    calls tell forward from backward. Raises NotComputed when the rank did not follow its program.
     """
     by_ticket = {event.call_index: event for event in rank.events}
     messages = [event.call_index for event in rank.events if event.phase == MESSAGES]
@@ -325,7 +331,7 @@ def forecast_case(
         one, further = run_dry(sample := pipeline.sample(depth), kind), case.micro - sample.micro
         if not one.rest.flops or further <= 0 or pipeline.chunks > 1:
             return one
-        # Gradients of weights that are put off: what follows the last backward grows with every micro-batch.
+        # Gradients of weights are deferred: what follows the last backward grows with every micro-batch.
         before = run_dry(sample.but(micro=sample.micro - 1), kind)
         return replace(one, rest=weighted_sum((1.0 + further, one.rest), (-float(further), before.rest)))
 
@@ -368,7 +374,7 @@ def _compose_forecast(
 
 
 def _pipeline_of_case(case: CaseLike, subject: Subject, states: States | None) -> PipelineLike:
-    """The stages of a case. Raises RequestError for several of a subject that says nothing of them."""
+    """The stages of a case. Raises RequestError if it has several and the subject says nothing about them."""
     if (stages := stage_count(named_axes(case, subject))) == 1:
         return OneStage(case=case, least=2 if states else 1)
     if (pipeline := getattr(subject, "pipeline", None)) is None:

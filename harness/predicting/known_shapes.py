@@ -1,8 +1,8 @@
-"""What operators make of tensors that have shapes and no numbers, asked of torch once for tensors laid out alike.
+"""The shapes that operators return, asked of torch once for inputs of equal layout.
 
-torch finds it in Python: a millisecond for a sum of two tensors, of which a step has thousands. Known are operators of
-aten that write to nothing and return new memory of the meta device, filled without holes. Their result follows from the
-layouts and numbers that they are given, and from the default dtype.
+torch finds them in Python: a sum of two tensors takes a millisecond, and a step has thousands of operators. Results are
+kept for operators of aten that write to nothing and return new memory of the meta device without holes: these depend
+only on the layouts and numbers of their inputs, and on the default dtype.
 """
 
 import functools
@@ -17,19 +17,19 @@ from shardproof.harness.torch_internals.dispatch import makes_new, written_argum
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _MOST = 20_000
-"""Results that are kept: some megabytes."""
+"""The number of results that are kept: some megabytes."""
 _VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _known: dict[tuple[Any, ...], tuple[bool, tuple[_Layout, ...]]] = {}
-"""Operator and what it was given -> whether it returns one tensor alone, and how its tensors are laid out."""
+"""Operator and its inputs -> whether it returns one tensor alone, and the layouts of its tensors."""
 
 
 def make_result(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) -> Any:
-    """The result of an operator, which it may have had before."""
+    """The result of an operator, from an earlier call if it had the same inputs."""
     if not _is_function(operator):
         return operator(*args, **words)
     try:
         key = operator, torch.get_default_dtype(), _key_of(args), _key_of([*words.items()])
-    except TypeError:  # something else than shapes and numbers
+    except TypeError:  # an input that is neither a shape nor a number
         return operator(*args, **words)
     if (known := _known.get(key)) is None:
         result = operator(*args, **words)
@@ -47,7 +47,7 @@ def _is_function(operator: Any) -> bool:
 
 
 def _key_of(given: Sequence[Any]) -> tuple[Any, ...]:
-    """What a result depends on. Raises TypeError for what is neither a meta tensor nor a value nor a list of these."""
+    """What a result depends on. Raises TypeError for an input that is no meta tensor, value or list of these."""
     found: list[Any] = []
     for one in given:
         kind = type(one)
@@ -65,7 +65,7 @@ def _key_of(given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _layouts_of(result: Any) -> tuple[_Layout, ...] | None:
-    """How the tensors of a result are laid out; None unless each has memory of its own, and no more than it needs."""
+    """The layouts of the tensors of a result; None unless each has memory of its own, and no more than it needs."""
     tensors = (result,) if isinstance(result, Tensor) else result
     if not isinstance(tensors, tuple) or not all(type(one) is Tensor and one.is_meta for one in tensors):
         return None

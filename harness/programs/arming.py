@@ -13,9 +13,9 @@ from shardproof.harness.programs.session import VARIABLE, ProgramSession
 
 
 def arm(module: ModuleType) -> None:
-    """Replace `init_process_group` of torch.distributed.distributed_c10d by one that starts the recorder too.
+    """Replace `init_process_group` of torch.distributed.distributed_c10d by one that also starts the recorder.
 
-    A process records once: a world that is initialised again goes on in the same files.
+    A process records once: if its world is initialised again, the same files go on.
     """
     original = module.init_process_group
     started: list[int] = []
@@ -23,7 +23,7 @@ def arm(module: ModuleType) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **words: Any) -> Any:
         result = original(*args, **words)
-        if os.getpid() not in started:  # a fork has the list of its parent, and no recorder
+        if os.getpid() not in started:  # a fork inherits the list, and has no recorder
             started.append(os.getpid())
             try:
                 from shardproof.harness.programs.rank import begin  # noqa: PLC0415  (torch is complete only now)

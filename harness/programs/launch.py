@@ -1,7 +1,7 @@
-"""The options of recording, the environment and command line of a recorded program, its start in place of this process.
+"""The options of recording, the environment and command line of a recorded program, and its start in this process.
 
-The options are the same for `shardproof record` and `python -m shardproof.record`. No torch is imported here.
-The program takes over the process (exec): its exit code, signals, arguments, `__main__` and output are its own.
+The options are the same for `shardproof record` and `python -m shardproof.record`. No torch is imported here. The
+program takes over the process (exec): its exit code, signals, arguments, `__main__` and output are its own.
 """
 
 import argparse
@@ -30,16 +30,16 @@ _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports
 
 
 def environment_of(session: ProgramSession, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which every Python process is recorded that initialises torch.distributed."""
+    """The environment in which every Python process that initialises torch.distributed is recorded."""
     before = environ.get("PYTHONPATH")
     path = str(_HOOK) if not before else os.pathsep.join((str(_HOOK), before))
     return {**environ, VARIABLE: session.text, "PYTHONPATH": path}
 
 
 def python_command(program: Sequence[str]) -> list[str]:
-    """This interpreter with the options that it was started with, running a script or `-m module` with arguments.
+    """This interpreter with its own options, running a script or `-m module` with arguments.
 
-    Raises RequestError for an option with which Python imports nothing at its start.
+    Raises RequestError for an option that stops Python from importing anything at its start.
     """
     place = sys.orig_argv.index("-m")
     options = sys.orig_argv[1:place]
@@ -50,13 +50,13 @@ def python_command(program: Sequence[str]) -> list[str]:
 
 
 def check_startable(command: Sequence[str]) -> None:
-    """Raises RequestError when there is no such command."""
+    """Raises RequestError if there is no such command."""
     if shutil.which(command[0]) is None:
         raise RequestError(f"command={command[0]}: is not on PATH; legal: torchrun --nproc-per-node 4 train.py")
 
 
 def with_tools(command: Sequence[str], session: ProgramSession) -> list[str]:
-    """The command, under Nsight Systems when the session wants that. Raises RequestError when nsys is missing."""
+    """The command, under Nsight Systems if the session wants that. Raises RequestError if nsys is missing."""
     if "nsys" not in session.profile:
         return list(command)
     nsys = nsys_path()
@@ -70,14 +70,14 @@ def with_tools(command: Sequence[str], session: ProgramSession) -> list[str]:
 
 
 def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Let the command take over this process. Raises OSError when it cannot be started."""
+    """Let the command take over this process. Raises OSError if it cannot be started."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(command[0], list(command), dict(environ))
 
 
 def check_launch_words(tokens: str | None, case: str | None) -> Mapping[str, object]:
-    """These words as they stand in `env.json`, without those that are None. Raises RequestError for a wrong one."""
+    """These words as `env.json` has them, without those that are None. Raises RequestError for a wrong one."""
     words: dict[str, object] = {}
     if tokens is not None:
         if not tokens.isdigit() or not 0 < int(tokens) < 10**15:
@@ -90,7 +90,7 @@ def check_launch_words(tokens: str | None, case: str | None) -> Mapping[str, obj
 
 
 def request_of(arguments: argparse.Namespace, *, wraps: bool) -> Options:
-    """The options of these arguments. Raises RequestError for a wrong one, and for nsys unless a command is wrapped."""
+    """The options of these arguments. Raises RequestError for a wrong one, and for nsys unless a command is run."""
     values = values_of(
         arguments.budget,
         wanted=arguments.values,

@@ -43,7 +43,7 @@ _ROW = operator.attrgetter(*_COLUMNS)
 
 
 class Part:
-    """The open files of one rank. Raises FileExistsError when another process has recorded as this rank already."""
+    """The open files of one rank. Raises FileExistsError if another process has recorded as this rank."""
 
     def __init__(self, folder: Path, rank: int, about: Mapping[str, object]) -> None:
         self.path = folder / "ranks" / str(rank)
@@ -67,7 +67,7 @@ class Part:
         os.write(self._steps, csv_text([row]).encode())
 
     def replace(self, name: str, content: Mapping[str, object]) -> None:
-        """Write a JSON file of this rank, all of it or nothing."""
+        """Write a JSON file of this rank, atomically."""
         half = self.path / f"{name}.part"
         half.write_text(json.dumps(content) + "\n", encoding="utf-8")
         half.replace(self.path / name)
@@ -83,7 +83,7 @@ class Part:
 
 
 def shared_file(path: Path, text: str) -> None:
-    """Write a file of the run folder unless another rank has: what is there is always complete."""
+    """Write a file of the run folder unless another rank has, so that it is always complete."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".part-", encoding="utf-8", delete=False) as file:
         file.write(text)
     try:
@@ -98,7 +98,7 @@ _LOOK_S = 1.0
 
 
 class Silence:
-    """Looks once a second; `silence_s` without an observation after a first call are a silence."""
+    """A thread that checks once a second: after a first call, `silence_s` without an observation are a silence."""
 
     def __init__(self, session: ProgramSession, of: Recorded, stream: EventStream, part: Part) -> None:
         self._limit_s = session.silence_s
@@ -112,7 +112,7 @@ class Silence:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; write where the rank stands at the end of its program, and whether an exception ended it."""
+        """Stop, and write where the rank stands at the end of its program, and whether an exception ended it."""
         self._stopped.set()
         kind: type[BaseException] | None = getattr(sys, "last_type", None)
         ended = "its program ended" if kind is None else f"its program raised {kind.__name__}"
@@ -122,7 +122,7 @@ class Silence:
     def _look(self) -> None:
         seen, since_s, written = -1, time.monotonic(), False
         while not self._stopped.wait(min(_LOOK_S, self._limit_s / 4)):
-            with suppress(OSError, RuntimeError):  # a full disk, a changing table: the next look may do
+            with suppress(OSError, RuntimeError):  # a full disk, a changing table: the next time may succeed
                 if self._stream.stirred != seen:
                     seen, since_s = self._stream.stirred, time.monotonic()
                     if written:
@@ -133,9 +133,10 @@ class Silence:
                     written = True
 
     def _describe_last_calls(self, silent_s: float, ended: str) -> dict[str, object]:
-        """The last calls as `records` (harness.traces.hangs.RECORD), their kinds once each (harness.traces.hangs.KIND).
+        """The last calls as `records` (harness.traces.hangs.RECORD), and each of their kinds once
+        (harness.traces.hangs.KIND).
 
-        `stack`: the lines of the program's own code at which its first thread is, innermost first.
+        `stack`: the lines of the program's own code that its first thread is in, innermost first.
         """
         last, frame = list(self._stream.last), None if ended else sys._current_frames().get(self._main)
         lines = [] if frame is None else traceback.extract_stack(frame)

@@ -1,17 +1,18 @@
-"""The recorder inside one rank of a program: what it observes goes to the rank's files; what fails there is let go.
+"""The recorder inside one rank of a program: it writes what it observes to the rank's files, and never fails the
+program.
 
-An exception in the recorder is reported once on standard error and in the rank's `end.json`, and nothing is recorded
-any further. The program never sees it. Nothing here waits for another rank, and no collective is issued.
+An exception in the recorder is reported once on standard error and in the rank's `end.json`, and recording ends. The
+program never sees it. Nothing here waits for another rank, and no collective is issued.
 
-Asynchronous calls that the program drops before it has waited for them are noted. The program keeps the works of its
-backend; they are followed by weak references, so that none lives longer than it would without us. The methods of
-torch's class that amount to a wait are wrapped. Only works that Python code gets are followed: C++ waits itself for
-what it issues for itself (DDP's reducer, functional collectives).
+Asynchronous calls that the program drops without waiting for them are recorded. The program holds the works of its
+backend, and the recorder has weak references alone, so that it keeps none alive. The methods of torch's class that
+amount to a wait are wrapped. Only works that Python code gets are followed: C++ waits itself for what it issues for
+itself (DDP's reducer, functional collectives).
 
-The torch profiler watches from the first forward of the first chosen step to that of the step after the last one, and
-writes to the run folder's `traces/` then. A Kineto trace names the rank and the groups (`distributedInfo`), as
-HolisticTraceAnalysis needs. torch's own log of the same calls (its Flight Recorder) alone knows groups and dtypes on
-gloo (harness.witnesses).
+The torch profiler runs from the first forward of the first chosen step to that of the step after the last one, and then
+writes to `traces/` in the run folder. A Kineto trace names the rank and the groups (`distributedInfo`), as
+HolisticTraceAnalysis needs. On gloo only torch's own log of the same calls (its Flight Recorder) has groups and dtypes
+(harness.witnesses).
 """
 
 import atexit
@@ -57,7 +58,7 @@ Place = tuple[str, str, str]
 
 
 class Handles:
-    """While it is entered, `dropped` counts the works that were never waited for by place."""
+    """While it is entered, `dropped` counts by place the works that were never waited for."""
 
     def __init__(self) -> None:
         self.dropped: Counter[Place] = Counter()
@@ -73,15 +74,15 @@ class Handles:
 
     def follow(self, work: Any, place: Place) -> None:
         """Follow a work that is about to be given to the program, in this thread."""
-        self._local.newest = work  # nobody else holds it yet
+        self._local.newest = work  # nothing else holds it yet
         self._open[id(work)] = place, weakref.ref(work, partial(self._on_drop, id(work)))
 
     def release_last(self) -> None:
-        """The program has what was followed last in this thread, or has dropped it."""
+        """The program holds what was last followed in this thread, or has dropped it."""
         self._local.newest = None
 
     def close(self) -> None:
-        """The program has ended: what it still holds it never waited for."""
+        """The program has ended: it never waited for the works that it still holds."""
         self.release_last()
         while self._open:
             self.dropped[self._open.popitem()[1][0]] += 1
@@ -95,18 +96,18 @@ class Handles:
 
 
 def is_given(issued: OperatorCall, caller: FrameType | None) -> bool:
-    """Whether Python code gets the work of a call that was issued by the code of this frame.
+    """Whether Python code gets the work of a call that the code of this frame issued.
 
-    torch's own functions do, but for messages on a GPU, which batch_isend_irecv waits for together.
+    Users of torch's own functions do, except for messages on a GPU, for which batch_isend_irecv waits together.
     """
     from_python = caller is not None and caller.f_code.co_filename == distributed_c10d.__file__
     return from_python and (issued.call.op not in MESSAGES or issued.call.device == "cpu")
 
 
 class Window:
-    """The torch profiler of one rank with all groups, and the Flight Recorder's entries of the same stretch.
+    """The torch profiler of one rank with all groups, and the Flight Recorder's entries of the same time.
 
-    Nothing is done unless the session wants it.
+    Does nothing unless the session wants it.
     """
 
     def __init__(self, session: ProgramSession, rank: int) -> None:
@@ -125,7 +126,7 @@ class Window:
             self._trace.__enter__()
 
     def close(self) -> None:
-        """Watch no more, and write what was seen."""
+        """Stop, and write what was recorded."""
         trace, self._trace, self._steps = self._trace, None, range(0)
         if trace is not None:
             trace.__exit__()
@@ -134,10 +135,10 @@ class Window:
 
 
 def begin(session: ProgramSession) -> None:
-    """Record this process from now on as the rank that torch.distributed says it is.
+    """Record this process from now on, as the rank that torch.distributed says it is.
 
-    Raises FileExistsError when another process has recorded as this rank, OSError when the folder cannot be written,
-    MachineError when this torch cannot be observed.
+    Raises FileExistsError if another process has recorded as this rank, OSError if the folder cannot be written,
+    MachineError if this torch cannot be observed.
     """
     of = Recorded(case=_name_of_program(), mode=MODE, world_size=dist.get_world_size(), rank=dist.get_rank())
     boot = boot_id()
@@ -153,7 +154,7 @@ def begin(session: ProgramSession) -> None:
 
 
 def _name_of_program() -> str:
-    """The name of the program: its module, or its file without the folder."""
+    """The name of the program: its module, or its file name."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:
         return str(spec.name).removesuffix(".__main__")
@@ -161,7 +162,7 @@ def _name_of_program() -> str:
 
 
 class RankRecorder:
-    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.CallLog).
+    """Observes calls (harness.ledger.Observer) and logs them (harness.engines.interposer.CallLog).
 
     This process is observed while the recorder is entered; `start` enters it until the process ends.
     """
@@ -218,7 +219,7 @@ class RankRecorder:
         """The call entered last is complete."""
 
     def follow(self, work: Any, outputs: Sequence[Any], waited: Callable[[], None]) -> Any:
-        """Work of the asynchronous call entered last; it is followed until it is waited for."""
+        """The work of the asynchronous call entered last. It is followed until it is waited for."""
         del outputs, waited
         try:
             past: PastCall | None = self._local.past
@@ -230,7 +231,7 @@ class RankRecorder:
         return work
 
     def on_issue(self, _rank: int, call: Call) -> int:
-        """Record the call in the ledger's words; the ticket is its index on the rank, -1 when nothing is recorded."""
+        """Record the call in the ledger's words. Returns its index on the rank, -1 if nothing is recorded."""
         if not self._on:
             return -1
         try:
@@ -274,7 +275,7 @@ class RankRecorder:
         self._on = False
 
     def _end(self) -> None:
-        """The interpreter ends in good order."""
+        """The interpreter exits normally."""
         if not self._on:
             return
         self._silence.stop()
@@ -290,7 +291,7 @@ class RankRecorder:
         self._on = False
 
     def _describe_counts(self) -> str:
-        """Words on what this rank recorded, and the command that shows it."""
+        """A sentence on what this rank recorded, and the command that shows it."""
         stream, steps = self._stream, self._session.steps
         if not stream.recorded and steps is not None and stream.calls:
             reached = f"the program ended in step {stream.step}, after {stream.calls} calls"

@@ -1,8 +1,8 @@
-"""A recording: the run folder that all ranks share, what is recorded, and how both reach the ranks' processes.
+"""A recording: the run folder that all ranks share, what is recorded, and how the ranks' processes learn both.
 
-Everything travels in one variable of the environment, so every Python process below a launcher finds it, on every
-machine with the same file system. No torch is imported here. The process that runs this is replaced by the program, and
-a rank imports it while torch itself is being imported.
+All of it is passed in one environment variable, so every Python process below a launcher finds it, on every machine
+with the same file system. No torch is imported here: this process is replaced by the program, and a rank imports this
+module while torch itself is being imported.
 """
 
 import atexit
@@ -37,9 +37,9 @@ _JOBS = (
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ("PMIX_NAMESPACE",),
 )
-"""Variables that the ranks of one launch have in common, by launcher: torchrun, SLURM, MPI."""
+"""Environment variables with equal values on the ranks of one launch, by launcher: torchrun, SLURM, MPI."""
 _TOGETHER_S = 600.0
-"""Ranks of one launch start within this time of each other."""
+"""The ranks of one launch start within this time of each other."""
 _LOCK_S = 30.0
 
 
@@ -60,7 +60,7 @@ class ValueOptions:
 
 
 class Options(TypedDict):
-    """Options of a session beside its folder and its program."""
+    """Options of a session, besides its folder and its program."""
 
     steps: tuple[int, int] | None
     profile: tuple[str, ...]
@@ -73,9 +73,9 @@ class Options(TypedDict):
 class ProgramSession:
     """A recording. `steps`: first and end (not included), None for all.
 
-    `silence_s`: how long nothing may happen before a rank writes its place down. `stated`: what the user knows and a
-    recorder cannot see, for the reports (harness.programs.launch). `values`: None for calls alone. `origin_s` is time 0
-    of the machine that is called `boot`.
+    `silence_s`: after how long a silence a rank writes its place down. `stated`: what the user knows and a recorder
+    cannot see, for the reports (harness.programs.launch). `values`: None to record calls alone. `origin_s` is time 0 of
+    the machine whose name is `boot`.
     """
 
     folder: str
@@ -108,21 +108,21 @@ class ProgramSession:
 
 
 def boot_id() -> str:
-    """Name of this machine since it was started: time.perf_counter of its processes is one clock."""
+    """The name of this machine since its boot: time.perf_counter of its processes is one clock."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return os.uname().nodename
 
 
 def call_at_end(function: Callable[[], object]) -> None:
-    """Have a function called at the orderly end of this process."""
+    """Have a function called when this process exits normally."""
     atexit.register(function)
-    if multiprocessing.parent_process() is not None:  # a forked one ends without the functions of atexit
+    if multiprocessing.parent_process() is not None:  # such a process does not run the functions of atexit
         util.Finalize(None, function, exitpriority=0)
 
 
 def report_failure(what: str, problem: Exception) -> str:
-    """Say once on standard error that a recorder has failed, `what` follows. Returns the end of the traceback."""
+    """Print once on standard error that a recorder has failed; `what` follows. Returns the end of the traceback."""
     with suppress(OSError, ValueError):
         text = f"{type(problem).__name__}: {problem}".splitlines()[0]
         sys.stderr.write(f"shardproof: {what}: {text}; the program goes on\n")
@@ -132,7 +132,7 @@ def report_failure(what: str, problem: Exception) -> str:
 def steps_of(
     word: str | None, option: str = "steps", legal: str = "--steps 10:20, the steps 10 to 19"
 ) -> tuple[int, int] | None:
-    """First and end of "10:20". Raises RequestError for anything else, in the words of this option."""
+    """First and end of "10:20". Raises RequestError for anything else, with the name of this option."""
     if word is None:
         return None
     if not (found := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)):
@@ -146,8 +146,8 @@ def steps_of(
 def values_of(
     budget: str | None, *, wanted: bool, dtype: str | None, dropout: bool, same_init: str | None, perturb: str | None
 ) -> ValueOptions | None:
-    """How values are recorded, None where they are not wanted. Raises RequestError for wrong words, and for words about
-    values that are not wanted.
+    """How values are recorded, None if they are not. Raises RequestError for wrong options, and for options of values
+    without --values.
     """
     words = {"--budget": budget, "--dtype": dtype, "--same-init": same_init, "--perturb": perturb}
     given = [name for name, word in words.items() if word is not None] + ["--no-dropout"] * (not dropout)
@@ -190,7 +190,7 @@ def tools_of(word: str | None, steps: tuple[int, int] | None) -> tuple[str, ...]
 
 
 def silence_of(word: str) -> float:
-    """Seconds of silence after which a rank writes down where it stands. Raises RequestError."""
+    """The seconds of silence after which a rank writes its place down. Raises RequestError."""
     with suppress(ValueError):
         if 1 <= (seconds := float(word)) < 1e6:
             return seconds
@@ -211,9 +211,9 @@ def new_session(out: str, name: str, command: Sequence[str], options: Options) -
 def shared_session(
     out: str, name: str, command: Sequence[str], environ: Mapping[str, str], options: Options
 ) -> tuple[ProgramSession, bool]:
-    """The session of the launch to which this process belongs, and whether this process is the one that made it.
+    """The session of the launch to which this process belongs, and whether this process made it.
 
-    A process without a launcher has a session to itself. Raises RequestError when the folder cannot be written.
+    A process without a launcher has a session of its own. Raises RequestError if the folder cannot be written.
     """
     key = _launch(environ)
     if not key:
@@ -231,11 +231,11 @@ def shared_session(
 
 
 def _launch(environ: Mapping[str, str]) -> str:
-    """Words that the ranks of this launch alone have in common, "" without a launcher."""
+    """Words that only the ranks of this launch have in common, "" without a launcher."""
     for names in _JOBS:
         if names[0] in environ:
             words = [environ.get(name, "") for name in names]
-            # On one machine all ranks are children of one process; then a later launch is never taken for this one.
+            # On one machine all ranks have one parent process, so a later launch is never taken for this one.
             alone = environ.get("GROUP_WORLD_SIZE") == "1"
             return "\n".join([*words, f"{boot_id()} {os.getppid()}" if alone else ""])
     return ""
@@ -243,7 +243,7 @@ def _launch(environ: Mapping[str, str]) -> str:
 
 @contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, waiting for it for a bounded time. Raises OSError when another process keeps it."""
+    """Hold the lock of a file, waiting for a bounded time. Raises OSError if another process keeps it."""
     with path.open("a") as file:
         end_s = time.monotonic() + _LOCK_S
         while True:

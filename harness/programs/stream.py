@@ -1,9 +1,9 @@
-"""Observations of one rank, as they come, into rows of its ledger: attribution without a look ahead, and bounded.
+"""Turns the observations of one rank, as they come, into rows of its ledger, with bounded memory.
 
-A call is written when it is complete. A call whose phase is settled only by what follows is written at once as at the
-end of the program. Once something else has settled it, it is written once more; with chosen steps it is written when it
-is settled. Times are microseconds on the clock of the recording. The duration of an asynchronous call, and of any call
-on a GPU, is not known here: 0.
+A call is written when it is complete. A call whose phase depends on what follows is written with the phase that it
+would have at the end of the program, and once more when something else has settled it; with chosen steps it is written
+when it is settled. Times are microseconds on the clock of the recording. The duration of an asynchronous call, and of
+any call on a GPU, is not known here: 0.
 """
 
 import threading
@@ -23,7 +23,7 @@ from shardproof.harness.recording.observations import Issued, Stepped, read_obse
 from shardproof.harness.recording.recorder import Recorded, event_of, only_captured
 
 LAST_CALLS = 2000
-"""Calls that are kept to be read after a hang, as many as torch's Flight Recorder keeps."""
+"""The number of calls that are kept for a hang, as many as torch's Flight Recorder keeps."""
 _OFTEN = 4096
 _UNFOLLOWED = (*MESSAGES, OTHER)
 
@@ -41,7 +41,9 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """A recent call: `number` in its channel (harness.engines.calls.matching), `ticket` is its index on the rank."""
+    """A recent call. `number` is its number in its channel (harness.engines.calls.matching), `ticket` its index on the
+    rank.
+    """
 
     issued: OperatorCall
     number: int
@@ -53,7 +55,7 @@ class PastCall:
 
 @dataclass(slots=True)
 class _Step:
-    """The step that is going on."""
+    """The current step."""
 
     number: int = 0
     started_s: float = 0.0
@@ -63,10 +65,11 @@ class _Step:
 
 @dataclass(slots=True, kw_only=True)
 class EventStream:
-    """`feed` takes observations in any thread; `on_event`, `on_step` get rows, `on_begin` the number of a new step.
+    """`feed` takes observations in any thread; `on_event` and `on_step` receive rows, `on_begin` the number of a new
+    step.
 
-    `stirred` counts what was observed, `calls` the calls, `recorded` those in steps that are recorded, `recorded_bytes`
-    what these handed over, `steps` such steps. `last` are the last calls, `doubts` what is not certain.
+    `stirred` counts observations, `calls` the calls, `recorded` those in recorded steps, `recorded_bytes` their
+    payloads, `steps` the recorded steps. `last` are the last calls, `doubts` say what is uncertain.
     """
 
     of: Recorded
@@ -94,9 +97,9 @@ class EventStream:
         self._axes = AxisNames({}, self.of.world_size)
 
     def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> PastCall | None:
-        """Take an observation (`observations.read_observation`); of a call also what its operator was given.
+        """Read an observation (`observations.read_observation`), and for a call the arguments of its operator.
 
-        Returns a call whose step is recorded.
+        Returns the call if its step is recorded.
         """
         past = None
         with self._lock:
@@ -128,7 +131,7 @@ class EventStream:
                 self._complete(ticket, call)
 
     def close(self) -> None:
-        """The program has ended: settle and write what is open."""
+        """The program has ended: settle and write the open calls."""
         with self._lock:
             self._attribution.settle("")
             self._write_settled_calls()
@@ -138,7 +141,7 @@ class EventStream:
 
     @property
     def step(self) -> int:
-        """The step that is going on."""
+        """The number of the current step."""
         return self._step.number
 
     def incomplete(self) -> tuple[int, ...]:
@@ -147,7 +150,7 @@ class EventStream:
             return tuple(ticket for ticket, call in self._open.items() if not call.complete)
 
     def numbers(self) -> list[tuple[str, tuple[int, ...], str, int]]:
-        """How many calls were issued in each channel (harness.engines.calls.matching.Channel)."""
+        """The number of calls in each channel (harness.engines.calls.matching.Channel)."""
         with self._lock:
             return [(*channel, number) for channel, number in self._numbers.items()]
 
@@ -169,7 +172,7 @@ class EventStream:
             return None
         self.calls += 1
         call = self._open[seen.ticket] = _Open(seen=seen)
-        if issued is not None:  # rows or shapes that an all_to_all sends to each rank, as rows: "3+0+5"
+        if issued is not None:  # rows, or shapes as rows, that an all_to_all sends to each rank: "3+0+5"
             rows = (one if isinstance(one, int) else one[0] if one else 1 for one in issued.sends)
             call.sent_rows = "+".join(map(str, rows))
         past = None if issued is None else self._remember_call(seen, issued)
@@ -198,7 +201,7 @@ class EventStream:
             self._write(ticket, call, site._replace(phase=waiting.phase("", gathers_parameters=False)))
 
     def _write_settled_calls(self) -> None:
-        """Write the calls that are complete and no longer wait for what follows."""
+        """Write the calls that are complete and settled."""
         if len(self._open) <= len(self._attribution.pending):
             return  # all that is open waits
         waiting = {one.ticket for one in self._attribution.pending}

@@ -1,6 +1,6 @@
-"""A run folder of traces: each rank's calls as `record` would have written them, with `source` in `env.json`.
+"""Writes traces as a run folder: each rank's calls as `record` would have written them, with `source` in `env.json`.
 
-A cell that a trace does not know is empty where the ledger has a number, and "?" where it has a word. `env.json` has
+A cell that a trace does not know is empty if the ledger has a number there, and "?" if it has a word. `env.json` has
 what is unknown under `unknown`: columns with how many calls, and sentences that name the option which records it.
 
 device.csv of a rank: step, device_us, compute_us, communication_us, exposed_us (harness.traces.calls.TracedStep).
@@ -29,7 +29,7 @@ Row = dict[str, object]
 
 
 def select_steps(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list[Trace]:
-    """The traces with the calls of these steps alone. Raises RequestError where no trace has such a step."""
+    """The traces with the calls of these steps alone. Raises RequestError if no trace has such a step."""
     if steps is None:
         return list(traces)
     wanted = range(*steps)
@@ -42,7 +42,7 @@ def select_steps(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list
 
 
 def _note_lacking_steps(trace: Trace, wanted: range) -> Trace:
-    """The trace, which says so where it does not have all of these steps."""
+    """The trace, with a note if it lacks some of these steps."""
     has = {step.number for step in trace.steps}
     if has.issuperset(wanted):
         return trace
@@ -52,14 +52,14 @@ def _note_lacking_steps(trace: Trace, wanted: range) -> Trace:
 
 
 def read_into_folder(name: str, out: Path) -> Path:
-    """Write the run folder of one file of traces. Raises RequestError for what is no trace."""
+    """Write the run folder of one file of traces. Raises RequestError for a file that has none."""
     return write_folder(read_traces([name]), out, Path(name).name, ["read", name], {})
 
 
 def write_folder(
     traces: Sequence[Trace], out: Path, name: str, command: Sequence[str], stated: Mapping[str, object]
 ) -> Path:
-    """Write the run folder `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError when it cannot."""
+    """Write the run folder `<out>/<time>-<name>`, to which `<out>/latest` links. Raises RequestError if it cannot."""
     world_size = world_of(traces)
     folder = new_run_folder(out, name)
     starts = (trace.origin_us + call.start_us for trace in traces for call in trace.calls if call.start_us)
@@ -73,7 +73,7 @@ def write_folder(
         case = {"case": name, "mode": MODE, "world_size": world_size, "skipped": "no case: nothing is checked"}
         (folder / "cases.jsonl").write_text(json.dumps(case) + "\n", encoding="utf-8")
         about = environment(command, {"program": name, "steps": ""})
-        # Versions and machine are those of whoever reads, and not the job's.
+        # Versions and machine are those of this process, not of the job.
         about = {key: about[key] for key in ("command", "request", "started")}
         columns = {column: lacking[column] for column in COLUMNS if lacking[column]}
         env = {
@@ -94,9 +94,9 @@ def _is_unknown(column: str, value: object) -> bool:
 
 
 def world_of(traces: Sequence[Trace]) -> int:
-    """The world size that the traces state, else the least in which their ranks can be.
+    """The world size that the traces state, else the smallest that has their ranks.
 
-    Raises RequestError when they state different ones.
+    Raises RequestError if they state different ones.
     """
     stated = {trace.world_size: trace for trace in traces if trace.world_size is not None}
     if len(stated) > 1:
@@ -160,14 +160,14 @@ def _make_row(call: TracedCall, index: int, rank: int, case: str, world_size: in
 
 
 def axis_of(call: TracedCall, world_size: int) -> str:
-    """The axis of a call's group, as the recorder names it; torch's name of the group where its ranks are unknown."""
+    """The axis of a call's group, as the recorder names it; torch's name of the group if its ranks are unknown."""
     if call.group:
         return axis_name(call.group, call.group_desc, {}, world_size)[0]
     return group_word(call.group_desc) or (f"group {call.group_name}" if call.group_name else UNKNOWN)
 
 
 def _write_part(path: Path, trace: Trace, rows: Iterable[Row], origin_us: float) -> Counter[str]:
-    """Write the part of a rank; returns how many calls have no value in a column."""
+    """Write the part of a rank. Returns by column how many calls have no value."""
     path.mkdir(parents=True)
     about = {"rank": trace.rank, "host": "", "pid": None, "clock": f"rank {trace.rank}"}
     (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
@@ -188,7 +188,7 @@ def _write_part(path: Path, trace: Trace, rows: Iterable[Row], origin_us: float)
     _write_table(path / "steps.csv", STEP_COLUMNS, begins)
     device = ((s.number, s.device_us, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps)
     _write_table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
-    # A window of the profiler begins with a step, on every rank the same; a ring begins anywhere.
+    # A profiler begins with a step, the same on every rank; a ring buffer begins anywhere.
     lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
     end = {"calls": len(trace.calls), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
     (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
@@ -196,7 +196,7 @@ def _write_part(path: Path, trace: Trace, rows: Iterable[Row], origin_us: float)
 
 
 def _sent_rows(call: TracedCall) -> str:
-    """The rows that an all-to-all sends to each rank; UNKNOWN where they may be uneven."""
+    """The rows that an all-to-all sends to each rank; UNKNOWN if they may be uneven."""
     if call.op != "all_to_all":
         return ""
     return UNKNOWN if call.sizes_sent is None else "+".join(map(str, call.sizes_sent))

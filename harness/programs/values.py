@@ -1,4 +1,4 @@
-"""Recorded values of a program: what every rank's tensors were, in the order of training, as files of a run folder.
+"""Recorded values of a program: the tensors of every rank in the order of training, as files of a run folder.
 
     <folder>/values/rank-R.jsonl                a row a tensor (`ValueRow`), appended when a step ends
     <folder>/values/rank-R.step-S.safetensors   the tensors of one step, by `key`
@@ -23,7 +23,7 @@ from shardproof.harness.programs.session import NOT_INSTALLED
 FOLDER = "values"
 KINDS = (
     "param",  # the value of a parameter before the first step
-    "buffer",  # the same of a floating buffer
+    "buffer",  # the value of a floating buffer before the first step
     "sample",  # what the outermost module was called with; `name` is its place there: "args/0", "input_ids"
     "output",  # what a module returned in forward
     "loss",  # what backward began from, `name` ""
@@ -34,7 +34,7 @@ KINDS = (
     "param_after",  # the value of a parameter after the step
     "state_after",  # a state of the optimizer after the step; `leaf` is its name: "exp_avg"
 )
-"""In the order of training within a step. `name` is the path of a module or parameter without those of wrappers."""
+"""In the order of training within a step. Unless said otherwise, `name` is as in `ValueRow`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +42,19 @@ class ValueRow:
     """One recorded tensor of one rank.
 
     kind        one of KINDS
-    step        steps of the optimizer before it
+    step        number of optimizer steps before it
     name        path of the module or parameter, without the names that wrappers add
-    wrapped     the path with them, where it is another
+    wrapped     the path with these names, "" if it has none
     call        which call of this module in the step (micro-batches, modules that are used twice), from 0
     leaf        the place in a nested result, or the name of a state: "", "0", "logits", "exp_avg"
     number      position among all rows of the rank: the order in which the values came to be
     key         name of the tensor in the file, which rows of the same tensor share; "" where it is left out
     dtype       of the tensor as the program had it
     shape       of the local part that is stored
-    global_shape, offsets   the place of the local part in the full tensor; None where nothing that was seen states it.
-                A part that is no box of it has several rows; one of FSDP1 is a piece of the flattened parameter
+    global_shape, offsets   the place of the local part in the full tensor; None if nothing states it. A part that is no
+                box has several rows. Those of FSDP1 are pieces of the flattened parameter
     pending     "sum", "avg", "norm 2": how ranks' parts are still to be reduced, "" for values that are whole
-    pending_axes    names of the axes over which they are
+    pending_axes    names of the axes over which they are to be reduced
     replicated  whether the program states that other ranks hold the same values (DDP, DTensor, Megatron's attributes)
     stated_by   "dtensor", "fsdp", "ddp", "megatron", "memory" (a view of a parameter), "" where no layout is stated
     axes        the mesh of a DTensor or the groups of a Megatron layout, outermost first: (name, size, own coordinate)
@@ -88,7 +88,7 @@ _WORDS = tuple(one.name for one in fields(ValueRow))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankValues:
-    """What one rank recorded: `rows` in the order in which they came to be, tensors read when they are asked for.
+    """What one rank recorded: `rows` in the order of recording, and their tensors, which `tensor` reads.
 
     `about` are facts of the rank's program: "world_size"; "steps" that were recorded whole, and whether these are all
     that were asked for ("done"); "drawn": the modules that drew random numbers; "narrow": what stayed in another dtype
@@ -115,7 +115,7 @@ class RankValues:
 
 @functools.lru_cache(maxsize=16)
 def _open_tensors(file: Path, _changed_ns: int) -> Any:
-    """The opened file of a step, kept open: to open one reads the list of all its tensors."""
+    """The opened file of a step. It is kept open because opening reads the list of all its tensors."""
     return safetensors_module().safe_open(file, framework="pt")
 
 

@@ -30,7 +30,7 @@ from shardproof.harness.verdicts.words import label_lines
 
 _CHUNK = 1 << 20
 _FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407
-"""Of Knuth's linear congruential generator, which spreads the place of an element over all bits."""
+"""Of Knuth's linear congruential generator; it spreads the place of an element over all bits."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,9 +39,9 @@ def watch(
 ) -> "TrainingWatch":
     """A context around training that checks the model after every `every` steps of its optimizer.
 
-    `replicas`: process groups over whose ranks the plain parameters of the model are equal, where neither
+    `replicas`: process groups over whose ranks the plain parameters of the model are equal, if neither
     DistributedDataParallel nor DTensor states it. Lines go to `stream`, standard error by default; one rank writes.
-    Raises RequestError when `every` is below 1.
+    Raises RequestError if `every` is below 1.
     """
     if every < 1:
         raise RequestError(f"every={every}: must be at least 1, the steps between two checks; legal: 100")
@@ -57,7 +57,7 @@ class _Copies:
 
 
 class TrainingWatch:
-    """Result of `watch`. `step()` counts a step of programs that update parameters without torch.optim."""
+    """The result of `watch`. `step()` counts a step of a program that updates parameters without torch.optim."""
 
     def __init__(self, model: nn.Module, every: int, replicas: tuple[Any, ...], stream: TextIO | None) -> None:
         self._model, self._every = model, every
@@ -82,7 +82,7 @@ class TrainingWatch:
             self._write(f"watch: {self._summary()}")
 
     def _summary(self) -> str:
-        """Words on what was checked, and what was not, when nothing was found."""
+        """A sentence on what was checked and what was not, if nothing was found."""
         if not self._checks:
             reason = f"there is one after every {self._every} steps of an optimizer that holds a parameter of the model"
             return f"no check in {self._steps} steps: {reason}"
@@ -96,7 +96,7 @@ class TrainingWatch:
         return f"{checks}: {replicas}, random streams {streams}, {gradients}; {share:.2%} of the time"
 
     def step(self) -> None:
-        """A step of the optimizer is over: check, when it is time to."""
+        """A step of the optimizer is over: check if it is time."""
         self._steps += 1
         if self._steps % self._every == 0:
             begin_s = time.perf_counter()
@@ -148,7 +148,9 @@ class TrainingWatch:
         )
 
     def _streams(self, hashes: Sequence[int]) -> None:
-        """Streams may rightly differ from the start; those that were equal at the first check must stay so."""
+        """Compare random streams: they may rightly differ from the start, but those that were equal at first must stay
+        so.
+        """
         alike = len(set(hashes)) == 1
         if not self._checks:
             self._streams_alike = alike
@@ -210,7 +212,7 @@ class TrainingWatch:
             (self._stream or sys.stderr).write(f"{text}\n")
 
     def _copies(self) -> list[_Copies]:
-        """The replicated parameters by group; those of one rank are left out."""
+        """The replicated parameters by group, without groups of one rank."""
         wrapped = [module for module in self._model.modules() if isinstance(module, DistributedDataParallel)]
         inside = {id(p): module.process_group for module in wrapped for p in module.parameters()}
         found: dict[str, _Copies] = {}
@@ -244,7 +246,7 @@ def _local_part(tensor: Any) -> Tensor:
 
 
 def bits_hash(tensor: Tensor) -> int:
-    """A number that equal bits at equal places share, and others all but never: 64 bits, computed where they lie."""
+    """A hash of 64 bits, computed on the device: equal for equal bits at equal places, and hardly ever for others."""
     flat = tensor.contiguous().view(-1)
     bits = flat.view(_BITS[flat.element_size()]) if flat.element_size() in _BITS else flat.view(torch.uint8)
     weights = torch.arange(1, min(_CHUNK, len(bits)) + 1, device=bits.device, dtype=torch.int64) * _FACTOR + _SUMMAND

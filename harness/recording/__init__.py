@@ -1,1 +1,1 @@
-"""Parts of the recorder: modules, backward and callers watched from outside, and where a call belongs."""
+"""The recorder: modules, backward and callers observed from outside, and the place where each call belongs."""

@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from shardproof.harness.ledger import PHASES
 
 TOOL = "NVTX_INJECTION64_PATH"
-"""Set in the environment of a process to which a tool listens that stores nvtx ranges."""
+"""Set in the environment of a process if a profiler that stores nvtx ranges listens to it."""
 Override = tuple[str | None, str | None]
-"""Phase and region that the subject stated, None where it stated none."""
+"""The phase and region that the subject stated, None if it stated none."""
 _OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))
 overridden = _OVERRIDE.get
 """Statement of the subject about the calls of this thread right now."""
@@ -23,7 +23,7 @@ overridden = _OVERRIDE.get
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Set the phase of the calls made inside, in place of the inferred one. Raises ValueError for an unknown phase."""
+    """Set the phase of the calls made inside, instead of the inferred one. Raises ValueError for an unknown phase."""
     if name not in PHASES:
         raise ValueError(f"phase {name!r} must be one of the ledger's phases, such as 'grad_sync': {' '.join(PHASES)}")
     token = _OVERRIDE.set((name, overridden()[1]))
@@ -35,7 +35,7 @@ def phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def region(path: str) -> Iterator[None]:
-    """Set the dotted module path of the calls made inside, in place of the inferred one."""
+    """Set the dotted module path of the calls made inside, instead of the inferred one."""
     token = _OVERRIDE.set((overridden()[0], path))
     try:
         yield

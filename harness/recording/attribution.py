@@ -1,10 +1,11 @@
 """Where a collective call belongs: step, micro-batch, phase and module path, inferred from what happened around it.
 
-Input: the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at outputs,
-calls. Output: one Site a call. Nothing here touches the program. A backward call finds its module by the sequence
-number that autograd gave the running node when the forward made it. These numbers grow along the forward of a thread,
-and the forward of every module spans a stretch of them. lanes.py describes how calls outside of modules, optimizer and
-backward get their phase.
+Input are the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at
+outputs, calls. Output is one Site for each call. The program itself is not touched.
+
+The module of a call in backward follows from the sequence number that autograd gave the running node when forward made
+it. These numbers increase along the forward of a thread, so the forward of every module has a range of them. lanes.py
+describes the phase of calls outside of modules, optimizer and backward.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,33 +43,37 @@ from shardproof.harness.recording.observations import (
 )
 
 _PENDING = 4096
-"""Calls that wait for what follows; a program without forwards and steps makes nothing else."""
-_AFTER_UPDATE = {"step", "metric", "checkpoint"}  # phases of calls that begin no step
+"""The most calls that wait for what follows them: a program without forwards and steps makes no other calls."""
+_AFTER_UPDATE = {"step", "metric", "checkpoint"}  # phases of calls that do not begin a step
 
 
 class Attribution:
-    """The sites of one rank's calls, from its observations in order: `sites` by ticket, and what is `pending` there."""
+    """The sites of one rank's calls, from its observations in order: `sites` by ticket; those in `pending` are not
+    settled.
+    """
 
     def __init__(self) -> None:
         self.sites: dict[int, Site] = {}
         self.paths = Paths()
         self.step = self.microbatch = 0
-        self.forwards: list[tuple[Entered, int, int]] | None = None  # of models, of a whole run: step, micro-batch
-        self._since = ""  # last outside of calls: entered forward sent (after it) inside (a backward) backward stepped
+        self.forwards: list[tuple[Entered, int, int]] | None = None  # by model, over the whole run: step, micro-batch
+        # The last event besides calls: entered forward sent (a message after it) inside (a backward) backward stepped.
+        self._since = ""
         self._gradients_on = self._stepped_since = self._backward_since = self._stepless = False
         self._by_hand = True  # while no optimizer of torch.optim has stepped
         self._look: Look = ()
         self._counts: dict[tuple[int, bool], int] = {}
         self._replays: dict[str, int] = {}  # the first replay of a graph in this step
-        self.pending, self._unsure = list[Waiting](), dict[int, str]()  # the latter: doubts about the phase of calls
-        self._updates_gather: bool | None = None  # whether the first update gathered parameters, once it is over
-        self.updates = self._backward_of = 0  # steps known by the parameters alone; micro-batch of the latest backward
-        self.returned: set[tuple[int, int]] = set()  # steps and micro-batches whose forward a backward followed
+        self.pending, self._unsure = list[Waiting](), dict[int, str]()  # why the phase of calls is uncertain
+        self._updates_gather: bool | None = None  # whether the first update gathered parameters; known after it
+        # Steps known by changed parameters alone; the micro-batch of the latest backward.
+        self.updates = self._backward_of = 0
+        self.returned: set[tuple[int, int]] = set()  # (step, micro-batch) of forwards that a backward followed
         self._memory, self._lanes = ParameterMemory(), Lanes()
 
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> "Attribution":
-        """Read a whole run: its end settles what is open, and all its models are known from the start."""
+        """Read a whole run: its end settles open calls, and all its models are known from the start."""
         observations, attribution = list(observations), cls()
         attribution.forwards = []
         for seen in observations:
@@ -91,22 +96,22 @@ class Attribution:
 
     @property
     def stepless(self) -> bool:
-        """Whether forwards followed backwards without any update that could be seen."""
+        """Whether forwards followed backwards without any update that could be observed."""
         return self._stepless and not self.updates
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
-        """Doubts about the step and the phase of a call."""
+        """Why the step or the phase of a call is uncertain, in words."""
         return (*[NO_UPDATE] * self.stepless, *filter(None, [self._unsure.get(ticket)]))
 
     def forget(self) -> None:
-        """Drop what no backward can need any more; programs without end call it now and then."""
+        """Drop what no later backward needs. Programs that run for long call this now and then."""
         self._lanes.forget()
         self._unsure.clear()
         if len(self.pending) > _PENDING:
             self.settle("")
 
     def current(self, lane: int) -> Site:
-        """Site of a lane now; the phase is "" between a backward or a step and what follows it."""
+        """The current site of a lane; its phase is "" between a backward or a step and what follows."""
         frame = self._lanes.above(self._lanes[lane], OUTSIDE)
         if frame is not None and frame.site.phase:
             return frame.site
@@ -116,7 +121,7 @@ class Attribution:
         return Site(self.step, self.microbatch, phase, region)
 
     def _find_site_of_node(self, lane: Lane, task: int, node: int) -> Site:
-        """The site whose forward made the running node; the latest such site when no numbered node runs."""
+        """The site whose forward made the running node; the latest such site if no numbered node runs."""
         if made := self._lanes.find_site_of_node(lane, task, node):
             lane.latest = made
             return made
@@ -134,9 +139,10 @@ class Attribution:
             self._compare(seen.look)
             if counts and (self._stepped_since or not self.paths.is_part(seen.module, self._counts)):
                 self._forward(seen)
-                if lane.frames and lane.frames[-1].steps:  # of a closure: its calls are of the step that begins with it
+                # In a step with a closure, forward and backward are of the step that has begun.
+                if lane.frames and lane.frames[-1].steps:
                     lane.frames[-1] = lane.frames[-1]._replace(site=self._here("step"))
-            # A module without parameters has no phase of its own: its calls are settled like those around it.
+            # Calls in a module without parameters have the phase of the calls around it.
             site = self._here("forward" if counts else "", self.paths.module(seen.module, ""))
         else:
             step, microbatch, phase, region = above.site
@@ -145,12 +151,14 @@ class Attribution:
         lane.mark(seen.number, site)
 
     def _forward(self, seen: Entered) -> None:
-        """A model's forward begins: a new step after an optimizer step, the next micro-batch of this model."""
+        """The forward of a model begins: in a new step after an optimizer step, else in the next micro-batch of this
+        model.
+        """
         self.paths.add(seen.module)
         if self._stepped_since:
             self._next_step()
         self._stepless = self._by_hand and (self._stepless or self._backward_since)
-        counted = id(seen.module), seen.grad  # an evaluation between micro-batches is none of them
+        counted = id(seen.module), seen.grad  # an evaluation between micro-batches is no micro-batch
         self.microbatch = self._counts.get(counted, 0)
         self._counts[counted] = self.microbatch + 1
         if self.forwards is not None:
@@ -160,7 +168,9 @@ class Attribution:
         self.settle("data")
 
     def _compare(self, look: Look) -> None:
-        """Parameters that changed since the last look, after a backward, are a step; more of them belong to it."""
+        """A step, if parameters changed since the last look, after a backward. Further changes
+        belong to the same step.
+        """
         before, self._look = self._look, look or self._look
         if not self._by_hand or not differ(before, self._look):
             return
@@ -198,7 +208,7 @@ class Attribution:
         self.settle("grad_sync")
         steps = [place for place, frame in enumerate(lane.frames) if frame.steps]
         if len(steps) > seen.depth:
-            del lane.frames[steps[seen.depth] :]  # a step that raised, so that it never ended
+            del lane.frames[steps[seen.depth] :]  # a step that raised, so that its end was not observed
         lane.frames.append(Frame(self._here("step"), seen.task, steps=True))
 
     def _on_step_end(self, lane: Lane, seen: Stepped) -> None:
@@ -239,7 +249,7 @@ class Attribution:
         self.sites[seen.ticket] = site if stated_region is None else site._replace(region=stated_region)
 
     def _on_replay(self, lane: Lane, seen: Issued, graphed: Graphed) -> None:
-        """A call of a CUDA graph: phase and module are those of its capture, the rest is that of the replay."""
+        """A call of a CUDA graph: phase and module are those of its capture, the rest follows from the replay."""
         captured, above = self.sites[graphed.captured], self._lanes.above(lane, seen.task)
         for waiting in (one for one in self.pending if one.ticket == graphed.captured):
             captured = captured._replace(phase=waiting.phase("", gathers_parameters=False))
@@ -266,14 +276,16 @@ class Attribution:
         self._backward_since = True
         site = self._find_site_of_node(lane, seen.task, seen.node)
         if not site.region and seen.outer != OUTSIDE:
-            # Made by a plain function that was run again: it stands where the node that ran it stands.
+            # Made while checkpointing ran a plain function again: it belongs to the site of the node that ran it.
             site = self._lanes[0].find_site_of_node(seen.outer) or site
         if seen.node == LEAF:
             site = site._replace(region=self.paths.parameter(seen.parameter))
         return site._replace(phase=AGAIN if seen.again else "backward")
 
     def settle(self, by: str) -> None:
-        """Name the phase of waiting calls: `by` follows, "" at the end. Data belongs to the coming batch."""
+        """Settle the phase of waiting calls by what follows them, "" at the end. Calls of data belong to the next
+        micro-batch.
+        """
         gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if waiting.gathers}
         if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
             gathered.clear()
@@ -283,13 +295,13 @@ class Attribution:
         for waiting in self.pending:
             phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
             if phase == "step" and waiting.ticket in gathered and self._updates_gather is False:
-                phase = "checkpoint"  # updates are alike, and others gather nothing
+                phase = "checkpoint"  # all updates gather the same, and other gathers belong elsewhere
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self.pending.clear()
 
     def _resolve(self, chosen: Callable[[Waiting], bool], **known: Any) -> None:
-        """Place the chosen calls, which wait no more, with what is known of them now."""
+        """Place the chosen calls by what is known now; they wait no longer."""
         for waiting in filter(chosen, self.pending):
             self._place(waiting, waiting.site._replace(**known))
         self.pending = [waiting for waiting in self.pending if not chosen(waiting)]

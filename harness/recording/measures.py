@@ -45,9 +45,9 @@ _KEY = "BackendSelect"
 
 
 class Overlap:
-    """`hidden` are the asynchronous calls (rank, call index) behind which their rank computed a product.
+    """`hidden` are the asynchronous calls (rank, call index) during which their rank computed a product.
 
-    Calls are passed on to another observer where there is one, whose tickets are call indices too.
+    Calls are passed on to another observer, if given, whose tickets are call indices too.
     """
 
     def __init__(self, other: Observer | None = None) -> None:
@@ -72,7 +72,7 @@ class Overlap:
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
-        """This thread runs the program of a rank until the context is left."""
+        """Mark this thread as running the program of a rank, until the context is left."""
         self._local.rank = rank
         self._products[rank] += 0
         try:
@@ -89,7 +89,7 @@ class Overlap:
         return ticket
 
     def on_completion(self, rank: int, ticket: int) -> None:
-        """The call is complete: on the CPU its wait returned, on a GPU it may not have been waited for yet."""
+        """The call has completed: on the CPU its wait returned; on a GPU it may not have been waited for."""
         if self._other:
             self._other.on_completion(rank, ticket)
         if self._open.get((rank, ticket), (0, ""))[1] != "cuda":
@@ -110,7 +110,7 @@ class Overlap:
         def kernel(keys: Any, *args: Any, **words: Any) -> Any:
             rank = getattr(self._local, "rank", None)
             if rank is None and len(self._products) == 1:
-                (rank,) = self._products  # a thread of the only rank here, such as autograd's for a device
+                (rank,) = self._products  # a thread of the only rank in this process, such as autograd's for a device
             if rank is not None:
                 self._products[rank] += 1
             return operator.redispatch(keys.remove(BACKEND_SELECT), *args, **words)
@@ -127,7 +127,7 @@ def _products() -> Iterator[Any]:
 
 
 class _CountedTensor:
-    """A saved tensor; the bytes of its storage count until the last holder is gone."""
+    """A saved tensor. The bytes of its storage count until its last holder is gone."""
 
     __slots__ = ("tensor", "_account", "_key")
 
@@ -140,7 +140,7 @@ class _CountedTensor:
 
 
 class _Account:
-    """The storages that one rank holds now, by identity, with their number of holders; and the peak of their bytes."""
+    """The storages that one rank now holds, by identity, with their numbers of holders, and the peak of their bytes."""
 
     def __init__(self) -> None:
         self._holders: dict[int, list[int]] = {}
@@ -166,7 +166,7 @@ class _Account:
 
 
 class SavedActivations:
-    """Watches every rank that enters `on_rank`; `peak_bytes(rank)` answers afterwards."""
+    """Watches every rank that enters `on_rank`; `peak_bytes(rank)` has the result."""
 
     def __init__(self) -> None:
         self._accounts: dict[int, _Account] = {}
@@ -178,7 +178,7 @@ class SavedActivations:
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
-        """Count what this thread's forward passes save, until the body ends."""
+        """Count what the forward passes of this thread save, until the context is left."""
         account = self._accounts[rank] = _Account()
         with self._lock:
             if not self._of_thread:
@@ -202,14 +202,14 @@ class SavedActivations:
         return account.peak_bytes if account else 0
 
     def _make_counting_hooks(self) -> Callable[..., None]:
-        """The way hooks are made, so that they count the tensors that they keep on a watched thread."""
+        """Make hooks so that the tensors that they keep count on a watched thread."""
         of_thread, made = self._of_thread, self._made
 
         def make(hooks: Any, pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:
             def pack(tensor: Tensor) -> Any:
                 kept = pack_hook(tensor)
                 account = of_thread.get(threading.get_ident())
-                # A leaf that wants a gradient is a parameter: it is there anyway.
+                # A leaf that requires a gradient is a parameter, which is there anyway.
                 counts = isinstance(kept, Tensor) and not (kept.is_leaf and kept.requires_grad)
                 return _CountedTensor(kept, account) if counts and account is not None else kept
 

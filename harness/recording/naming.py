@@ -1,4 +1,4 @@
-"""Names as the ledger prints them: the mesh axis of a group, the dotted path of a module inside the model called.
+"""Names in the ledger: the mesh axis of a group, the dotted path of a module inside the model that was called.
 
 A path leaves out what only wraps: the leading "module." of DDP, torch.compile's "_orig_mod", the inner names of the
 checkpoint wrapper and of FSDP1. So "module.layers.0._checkpoint_wrapped_module.mlp" is "layers.0.mlp", and the model
@@ -21,7 +21,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
 """Descriptions that torch gives by default."""
 _WORLD = ("default_pg", "mesh_default")
-"""torch's own names for the group of all ranks: the only axis of the case that has them all is no guess."""
+"""torch's own names for the group of all ranks. If one axis of the case has all ranks, its name is certain."""
 _FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with", "partial"})
 
 
@@ -42,7 +42,7 @@ def group_word(group_desc: str) -> str:
 
 
 def _axes_in(words: list[str]) -> list[str]:
-    """The words, in which those that SPELT has are the axes that they stand for."""
+    """The words, with those that SPELT knows replaced by the names of axes."""
     axes: list[str] = []
     at = 0
     while at < len(words):
@@ -57,14 +57,14 @@ def _axes_in(words: list[str]) -> list[str]:
 
 
 class AxisNames:
-    """The axes of groups, each looked up once. `axes` maps those of the case to the rank lists of their groups."""
+    """The axes of groups, each looked up once. `axes` maps those of the case to their rank lists."""
 
     def __init__(self, axes: Mapping[str, tuple[tuple[int, ...], ...]], world_size: int) -> None:
         self._axes, self._world_size = axes, world_size
         self._known: dict[tuple[tuple[int, ...], str, bool], tuple[str, str]] = {}
 
     def of(self, call: Call, phase: str) -> tuple[str, str]:
-        """The axis of a call's group and what is not certain of it; messages between stages have none but pp."""
+        """The axis of a call's group, and what is uncertain about it; messages between stages have no axis but pp."""
         key = call.group, call.group_desc, phase == "pipeline"
         if key not in self._known:
             axes = {axis: lists for axis, lists in self._axes.items() if axis == PIPELINE or phase != "pipeline"}
@@ -75,12 +75,12 @@ class AxisNames:
 def axis_name(
     group: tuple[int, ...], group_desc: str, axes: Mapping[str, tuple[tuple[int, ...], ...]], world_size: int
 ) -> tuple[str, str]:
-    """The axis of a group of global ranks, and what is not certain of it: "" where nothing is.
+    """The axis of a group of global ranks, and what is uncertain about it, or "".
 
-    First comes the program's name of the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names). The name holds
-    when the case has such an axis, or when it is a known word for something else ("ep", "dp_cp"). Of joint words
-    ("dp_shard", "dp_cp") those axes hold that together have the same ranks. Then comes the one axis of several ranks
-    that has this rank list; then an unknown word as it is. Then "world" for all ranks; else the rank list, "0,2".
+    First comes the program's name of the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names). It is used if the
+    case has such an axis, or if it is a known word for something else ("ep", "dp_cp"). Of joint words ("dp_shard",
+    "dp_cp") those axes are used that together have the same ranks. Then comes the only axis of several ranks with this
+    rank list; then an unknown word as it is; then "world" for all ranks; else the rank list, "0,2".
     """
     described, ranks = group_word(group_desc), tuple(sorted(group))
     if described in axes:
@@ -103,7 +103,9 @@ def axis_name(
 
 
 def _together(ranks: tuple[int, ...], named: list[str], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> str:
-    """The fewest of these axes whose groups, joined, have the ranks, as "dp_cp"; "" where none do or more than one."""
+    """The smallest set of these axes whose joined groups have the ranks, as "dp_cp"; "" if there is
+    none, or several.
+    """
     for count in range(1, len(named) + 1):
         found = [some for some in combinations(named, count) if _find_joined_ranks(ranks[0], some, axes) == set(ranks)]
         if found:
@@ -112,7 +114,7 @@ def _together(ranks: tuple[int, ...], named: list[str], axes: Mapping[str, tuple
 
 
 def _find_joined_ranks(rank: int, some: tuple[str, ...], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> set[int]:
-    """The ranks that are together with this one in a list of these axes, or by way of others."""
+    """The ranks that are connected with this one by groups of these axes."""
     joined, before = {rank}, 0
     while len(joined) > before:
         before = len(joined)
@@ -121,10 +123,10 @@ def _find_joined_ranks(rank: int, some: tuple[str, ...], axes: Mapping[str, tupl
 
 
 class Paths:
-    """Module -> dotted path and parameter -> path of its module, over every model that was seen being called.
+    """Module -> dotted path and parameter -> path of its module, for every model that was called.
 
-    Identity is what counts: a module may define its own equality. No model is kept alive, and what is gone is
-    forgotten, so that ids stay theirs.
+    Modules are told apart by identity, since a module may define its own equality. No model is kept alive, and freed
+    ones are forgotten, so that an id is never taken for another's.
     """
 
     def __init__(self) -> None:
@@ -135,11 +137,11 @@ class Paths:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that were seen being called and are still there, the first one first."""
+        """The models that were called and still exist, in the order of their first calls."""
         return [model for reference in self._models if (model := reference()) is not None]
 
     def add(self, model: nn.Module) -> None:
-        """Learn a model's modules; one that holds models seen before names their modules anew."""
+        """Learn the modules of a model. A model that contains models seen before names their modules anew."""
         if id(model) in self._of_module:
             return
         self._models = [reference for reference in self._models if reference() is not None] + [weakref.ref(model)]
@@ -160,20 +162,20 @@ class Paths:
         self._alive.pop(known, None)
 
     def module(self, module: nn.Module, otherwise: str) -> str:
-        """The module's path; `otherwise` (its caller's path) when no model holds it."""
+        """The path of the module; `otherwise` (its caller's path) if it is in no model."""
         return self._of_module.get(id(module), otherwise)
 
     def is_part(self, module: nn.Module, counted: Mapping[tuple[int, bool], int]) -> bool:
-        """Whether a module that no other encloses is part of the micro-batch that is going on.
+        """Whether an outermost module is part of the current micro-batch.
 
-        Part is one inside of a model that did not count by itself in this step, such as the head of a chunked loss.
-        `counted`: the ids of the models that did, and whether gradients were on.
+        It is if it belongs to a model that has not made a micro-batch of its own in this step, such as the head of a
+        chunked loss. `counted`: the ids of the models that have, and whether gradients were on.
         """
         inside = bool(self._of_module.get(id(module)))
         return inside and bool(counted) and all(model != id(module) for model, _ in counted)
 
     def parameter(self, parameter: Tensor | None) -> str:
-        """Path of the module that owns the parameter; "" when none does."""
+        """The path of the module that owns the parameter; "" if none does."""
         return self._of_parameter.get(id(parameter), "")
 
 

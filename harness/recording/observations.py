@@ -4,16 +4,16 @@ The phase and the module of every call are inferred from these. They are recorde
 which cost a tenth of a microsecond. When the run is over they are read back as the named ones below. A lane is a thread
 of the rank: 0 is the one that runs the rank's program.
 
-A program that updates its parameters without torch.optim calls nothing that could be seen. An update changes a few
-bytes of the parameters themselves, so a few of them are looked at between a backward and the next forward. At most four
-parameters of each outermost module are looked at, three elements of each, some microseconds a look. A version counter
-alone does not do: `p.data.sub_(...)` leaves it as it is. On other devices than the CPU there is only the counter.
+An update without torch.optim makes no call that could be observed. It is recognised by the parameters themselves: a
+few of their elements are compared between a backward and the next forward. These are three elements of at most four
+parameters of each outermost module, which costs some microseconds a look. The version counter alone is not enough,
+since `p.data.sub_(...)` does not change it. On other devices than the CPU only the counter is read.
 
-Of a CUDA graph, Python runs once, in the capture, which computes nothing. A replay launches the captured kernels
+Python runs once for a CUDA graph, in its capture, which computes nothing. A replay launches the captured kernels
 without Python, so that no call is seen in it. The methods of torch.cuda.CUDAGraph are wrapped while the watch is
-entered. Calls of a capture are kept by graph, and every replay repeats them as observations of its own. Python that
-runs inside of a replay, where a graph is simulated on a CPU, is that of the graph and is not observed. Not seen: graphs
-that are captured or launched by other ways than these methods.
+entered. Calls of a capture are kept by graph, and every replay repeats them as observations of its own. A graph that is
+simulated on a CPU runs its Python inside of the replay, where nothing else is observed: the calls would count twice.
+Graphs that are captured or launched in other ways than by these methods are not observed.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from shardproof.harness.torch_internals.autograd import version_of
 from shardproof.harness.torch_internals.lookup import replace_attribute
 
 Look = tuple[tuple[bytes | int, ...], ...]
-"""Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
+"""For each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
 
 _PARAMETERS, _MOST = 4, 64
 """Parameters looked at in one outermost module, and in all of them."""
@@ -41,7 +41,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class _Looked:
-    """A parameter that is looked at: its first, its middle and its last element where they lie now."""
+    """A parameter that is looked at: its first, middle and last element, at their current address."""
 
     __slots__ = ("_address", "_cells", "_places", "moved", "tensor")
 
@@ -56,7 +56,7 @@ class _Looked:
         self._places = tuple(place * tensor.element_size() for place in sorted({0, middle, last}))
 
     def values(self) -> tuple[bytes | int, ...]:
-        """The bytes of the elements; the version counter on other devices and while there is no memory (FSDP)."""
+        """The bytes of the elements; the version counter on other devices, and while FSDP has freed the memory."""
         address = self.tensor.data_ptr()
         if address != self._address:
             self.moved = self.moved or bool(self._address)
@@ -69,9 +69,9 @@ class _Looked:
 
 
 class Looks:
-    """The parameters of one rank that are looked at. With `on` False nothing is looked at any more.
+    """The parameters of one rank that are looked at, as long as `on` is True.
 
-    An error in a look ends the looking, and nothing else.
+    An error while reading them sets `on` to False; the program goes on.
     """
 
     def __init__(self) -> None:
@@ -82,17 +82,17 @@ class Looks:
 
     @property
     def moved(self) -> bool:
-        """Whether a parameter has come to lie elsewhere: an update by hand put another tensor into its place."""
+        """Whether a parameter has another address than at first: an update by hand has replaced its tensor."""
         return any(looked.moved for looked in self._looked)
 
     def at(self, model: nn.Module | None = None) -> Look:
-        """The values now, the same object as before where nothing changed; a new model's are among them from now on."""
+        """The values now: the same object as last time if nothing changed. Parameters of a new `model` are added."""
         try:
             if model is not None and id(model) not in self._seen:
                 self._seen.add(id(model))
                 self._add(model)
             now = tuple([looked.values() for looked in self._looked])
-        except Exception:  # whatever a tensor of its own kind raises
+        except Exception:  # a tensor subclass may raise anything
             self.on = False
             return ()
         if now != self._latest:
@@ -111,19 +111,19 @@ class Looks:
 
 
 def differ(before: Look, now: Look) -> bool:
-    """Whether a parameter changed; those that the later look alone has are new."""
+    """Whether a parameter changed. One that only the later look has is new, and does not count."""
     return before is not now and any(then != value for then, value in zip(before, now, strict=False))
 
 
 _SHARED = ("allreduce", True)
-"""The attribute of a parameter of which data ranks hold copies, and its value where there is none."""
+"""The attribute that says whether data ranks hold copies of a parameter, and its default."""
 
 
 class ParameterMemory:
     """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them.
 
     Experts that Megatron-Core and DeepSpeed mark with allreduce=False are left out: data ranks hold no copies of these
-    to gather. The memory is read after the run. Where parameters `moved` since, it says nothing about a call.
+    to gather. The memory is read after the run. If parameters have `moved` since, no address is known to be theirs.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class ParameterMemory:
     def mostly_in(self, gathered_bytes: int) -> bool:
         """Whether gathers of this many bytes may be of parameters: half of them or more.
 
-        Any number may be where they lie elsewhere while nothing is computed with them (DeepSpeed's ZeRO-3).
+        ZeRO-3 of DeepSpeed frees parameters that are not in use: their size is 0 then, and any gather may be of them.
         """
         return bool(self._models) and 2 * gathered_bytes >= self.parameter_bytes
 
@@ -181,8 +181,8 @@ class Entered(NamedTuple):
     """A module's call began; `outermost` when none was going on in this lane.
 
     `number`: the sequence number that the next autograd node of this thread will get. `task`: the graph task that runs
-    in this thread. `node`: the number of the node that runs in it. Outermost ones have `grad`: gradients were on;
-    `look` (see Looks): () inside of a backward, and after an optimizer's step. `at_s` is the time; 0 for others.
+    in this thread. `node`: the number of the node that runs in it. Of outermost calls alone: `grad`, whether gradients
+    were on; `look` (see Looks), () inside of a backward and after an optimizer's step; `at_s`, the time.
     """
 
     lane: int
@@ -214,7 +214,7 @@ class Arrived(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The backward that arrived is over; observed only while ranges are drawn."""
+    """The backward of an `Arrived` is over. Observed only while profiler ranges are recorded."""
 
     lane: int
     task: int
@@ -237,7 +237,7 @@ class Stepped(NamedTuple):
 
 
 class Graphed(NamedTuple):
-    """A mark of a CUDA graph's call: graph, the call's ticket in the capture, the replay's number (-1: capture)."""
+    """The CUDA graph of a call: its name, the call's ticket in the capture, the replay's number (-1: capture)."""
 
     graph: str
     captured: int
@@ -321,7 +321,7 @@ class Graphs:
         self._numbers = itertools.count()
 
     def begin(self, graph: object) -> None:
-        """A capture begins; one of a graph that had another before replaces it."""
+        """A capture begins. It replaces an earlier one of the same graph."""
         self.capturing = self._known[id(graph)] = Captured(f"graph{next(self._numbers)}")
 
     def end(self) -> None:
@@ -342,7 +342,7 @@ class Graphs:
 
 @contextmanager
 def watch_graphs(lane: Callable[[], Any]) -> Iterator[None]:
-    """While entered, captures and replays are reported to the lane of the thread that makes them: a ThreadWatch."""
+    """While entered, report captures and replays to the ThreadWatch that `lane` returns for the calling thread."""
     owner = torch.cuda.CUDAGraph
     before = {name: vars(owner)[name] for name in ("capture_begin", "capture_end", "replay") if name in vars(owner)}
 

@@ -33,7 +33,9 @@ from shardproof.harness.recording.observations import Entered, Issued, Left, Obs
 
 DOMAIN = "shardproof"
 _DRAWN, _HIDDEN = -1, -2
-"""Modules among the open ranges of a lane: with a range of its own, or without one since it has no name of its own."""
+"""Modules among the open ranges of a lane: with a range of their own, or without one if they have
+no name of their own.
+"""
 
 
 def open_domain() -> Any:
@@ -52,7 +54,9 @@ def open_domain() -> Any:
 
 
 def attached_ranges() -> "Ranges | None":
-    """Ranges for the tool that listens to this process (Nsight Systems); None when none does: nothing is paid then."""
+    """Ranges for the profiler that listens to this process (Nsight Systems); None if none does, and then they cost
+    nothing.
+    """
     return Ranges(open_domain()) if os.environ.get(TOOL) else None
 
 
@@ -61,7 +65,9 @@ def _drops(domain: object) -> bool:
 
 
 def _asking_nobody() -> Any:
-    """An nvtx domain made without the check whether the domain is enabled. Private names: tested per version."""
+    """An nvtx domain, without the check whether it is enabled. Uses private names, which are tested
+    for each version.
+    """
     try:
 
         class Direct(nvtx.Domain):
@@ -81,7 +87,7 @@ def _useless(why: str) -> MachineError:
 
 
 class Ranges:
-    """Draws what a recorder sees in an nvtx domain: `Recorder(..., ranges=Ranges(open_domain()))`."""
+    """Records what a recorder observes as ranges of an nvtx domain: `Recorder(..., ranges=Ranges(open_domain()))`."""
 
     def __init__(self, domain: Any, *, waiting: bool = False) -> None:
         self._domain = domain
@@ -90,7 +96,7 @@ class Ranges:
         self._facts: dict[int, dict[str, Any]] = {}
 
     def of(self, rank: int) -> Callable[[Observation], None]:
-        """The function that draws a rank's observations."""
+        """The function that receives a rank's observations."""
         return self._ranks.setdefault(rank, _Drawing(self._domain)).draw
 
     def on_completion(self, rank: int, ticket: int) -> None:
@@ -99,14 +105,14 @@ class Ranges:
 
     @contextmanager
     def on_rank(self, rank: int, **facts: Any) -> Iterator[None]:
-        """While this rank's program runs; all of it is drawn, unless the ranges are waiting."""
+        """While this rank's program runs. All of it is recorded, unless the ranges are waiting."""
         self._facts[rank] = {"rank": rank, "pid": os.getpid(), **facts}
         with nullcontext() if self._waiting else self.draw_rank(rank):
             yield
 
     @contextmanager
     def draw_rank(self, rank: int) -> Iterator[None]:
-        """Open with a mark that says which rank this is, close what is open and end with its number of calls."""
+        """Begin with a mark that identifies the rank; at the end close open ranges and mark its number of calls."""
         drawing = self._ranks.setdefault(rank, _Drawing(self._domain))
         drawing.mark("rank", self._facts[rank])
         drawing.draws = True
@@ -127,7 +133,7 @@ class _Drawing:
         self._attribution = Attribution()
         self._phase: tuple[str, Any] | None = None
         self._step: Any = None
-        self._pushed: dict[int, list[int]] = {}  # lane -> modules and the tickets of calls, innermost last
+        self._pushed: dict[int, list[int]] = {}  # lane -> open modules and tickets of calls, innermost last
         self._lane_of: dict[int, int] = {}
         self._known: dict[tuple[str, str, int | None], Any] = {}
 
@@ -143,7 +149,7 @@ class _Drawing:
                 self._pushed.setdefault(seen.lane, []).append(_HIDDEN)
             return
         if self._attribution.updates > updates:
-            self._switch("step")  # an update by hand, which is over
+            self._switch("step")  # an update by hand has no duration
             self._switch("")
         site = self._attribution.current(seen.lane)
         if site.phase == "forward" and self._step is None:
@@ -168,7 +174,7 @@ class _Drawing:
             self._domain.pop_range()
 
     def close(self) -> None:
-        """End whatever is open, and draw no more."""
+        """End all open ranges, and record no more."""
         pushed = self._pushed.pop(0, [])
         for one in pushed:
             if one != _HIDDEN:
@@ -210,7 +216,7 @@ class _Drawing:
         self.calls += 1
         call: Call = seen.call
         site = self._attribution.sites[seen.ticket]
-        if site.phase:  # what the call itself tells: metric, or the subject's own word
+        if site.phase:  # the call itself has a phase: metric, or one that the subject stated
             self._switch(site.phase)
         category = f"{call.op} {','.join(map(str, call.group))} {call.dtype}".strip()
         says = self._says(f"{site.region} {call.op}".strip(), category, call.payload_bytes)

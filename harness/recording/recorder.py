@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _Track:
-    """Records of one rank: observations as plain tuples, when its calls ended, their marks on a device."""
+    """The records of one rank: observations as plain tuples, when its calls ended, their marks on a device."""
 
     def __init__(self) -> None:
         self.observations: list[tuple[Any, ...]] = []
@@ -45,9 +45,9 @@ class _Track:
 class Recorder:
     """Observes the calls of a run (harness.ledger.Observer); `events()` gives the ledger.
 
-    `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, they are drawn as nvtx ranges too.
-    Times begin at `origin_s`, of time.perf_counter, where several recorders share a clock; else when it is entered.
-    `stopwatch` is that of the device which the ranks of this process compute on, None for the host's clock.
+    `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, nvtx ranges are recorded too. Times begin at
+    `origin_s`, of time.perf_counter, if several recorders share a clock, else when it is entered. `stopwatch` is that
+    of the device of the ranks of this process, None for the host's clock.
     """
 
     def __init__(
@@ -107,21 +107,21 @@ class Recorder:
             self._ranges.on_completion(rank, ticket)
 
     def on_wait(self, rank: int, ticket: int) -> None:
-        """The rank waits for the asynchronous call behind the ticket, the first time."""
+        """The rank first waits for the asynchronous call of the ticket."""
         self._tracks[rank].waited_s.setdefault(ticket, time.perf_counter())
 
     def spans(self, rank: int, events: Sequence[Event]) -> tuple[RankSpan, ...]:
-        """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
+        """The spans of this rank, whose `events` these are; () if it has no pipeline."""
         observations = [read_observation(plain) for plain in self._track(rank).observations]
         waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}
         return rank_spans(observations, Attribution.of(observations), events, waited_us, self._start_s)
 
     def events(self) -> list[Event]:
-        """The ledger so far, by rank and call index; calls that what follows would settle are settled as at the end."""
+        """The ledger so far, by rank and call index. Calls that wait for what follows are settled as at the end."""
         return [event for rank in sorted(self._tracks) for event in self._events(rank, self._tracks[rank])]
 
     def calls(self, rank: int) -> int:
-        """How many calls the rank has issued so far."""
+        """The number of calls that the rank has issued so far."""
         return sum(plain[0] is Issued for plain in list(self._track(rank).observations))
 
     def models(self, rank: int) -> list[nn.Module]:
@@ -135,7 +135,7 @@ class Recorder:
         return self._tracks.setdefault(rank, _Track()) if track is None else track
 
     def _emit(self, rank: int) -> Emit:
-        """Where a rank's observations go: kept, and drawn when ranges are wanted."""
+        """A function that keeps a rank's observations, and passes them to the ranges if there are any."""
         keep = self._track(rank).observations.append
         if self._ranges is None:
             return keep
@@ -170,7 +170,7 @@ class Recorder:
             yield replace(event, needs_gradient=False) if event.needs_gradient and unasked else event
 
     def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:
-        """When a call started and how long it took: on its device where that was marked, else for the host."""
+        """Start and duration of a call: on its device if that was marked, else on the host."""
         begun, ended = track.begun.get(seen.ticket), track.ended.get(seen.ticket)
         if self._stopwatch is None or begun is None:
             return seen.started_s, track.ended_s.get(seen.ticket, seen.started_s) - seen.started_s
@@ -188,14 +188,14 @@ class Recorded:
 
 
 def only_captured(seen: Issued) -> bool:
-    """Whether this call was issued in the capture of a CUDA graph, which sends nothing: its replays do."""
+    """Whether this call was issued in the capture of a CUDA graph: that sends nothing, its replays do."""
     return seen.graphed is not None and seen.graphed.replay < 0
 
 
 def event_of(
     seen: Issued, site: Site, *, of: Recorded, axis: str, doubts: tuple[str, ...], start_us: float, duration_us: float
 ) -> Event:
-    """The event of a call that was issued at this site; times in microseconds."""
+    """The event of a call with this site; times in microseconds."""
     call: Call = seen.call
     return Event(
         case=of.case,

@@ -1,14 +1,14 @@
-"""When a rank computes a forward or a backward, and when its asynchronous calls are under way, from one real run.
+"""When a rank computes a forward or a backward, and when its asynchronous calls are in progress, from one real run.
 
 A forward begins when a model with parameters is called, or with the delivery of its batch just before. A backward
-begins when it reaches that model's output. Either ends where the rank does something else outside of modules and
+begins when it reaches that model's output. Either ends when the rank does something else outside of modules and
 backward: messages between stages, the next forward or backward, reductions, updates. So calls inside, and waiting for
 them, count as computing. Units: microseconds.
 
-On a device, where the host's clock would give the time at which work was enqueued, CUDA events in its streams are the
-clock (Stopwatch). Recording an event waits for nothing, so the streams run as they would. The time between the two
-events of a call is what it took on the device, its wait for the other ranks included. Read when the program is over.
-Source: torch.cuda.Event; its resolution is half a microsecond.
+On a device the host's clock would give the time at which work was enqueued, so CUDA events in its streams are the clock
+(Stopwatch). Recording an event waits for nothing, so the streams run as they would. The time between the two events of
+a call is what it took on the device, its wait for other ranks included. They are read when the program is over. Source:
+torch.cuda.Event; its resolution is half a microsecond.
 """
 
 import time
@@ -28,10 +28,10 @@ _WITH_THE_NEXT = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpan:
-    """A forward ("F") or backward ("B") of a rank, or one asynchronous call (`kind` is its op), of the same clock.
+    """A forward ("F") or backward ("B") of a rank, or one asynchronous call (`kind` is its op), on the same clock.
 
-    `chunk` counts the models that the rank calls; -1 for calls. A call is under way until its rank first waits for it;
-    `call_index` is that of the ledger, -1 for computations.
+    `chunk` numbers the models that the rank calls; -1 for calls. A call is in progress until its rank first waits for
+    it; `call_index` is that of the ledger, -1 for computations.
     """
 
     rank: int
@@ -59,10 +59,10 @@ def rank_spans(
     waited_us: Mapping[int, float],
     start_s: float,
 ) -> tuple[RankSpan, ...]:
-    """The spans of one rank in order of their ends; none when it sent and received no message between stages.
+    """The spans of one rank in order of their ends; none if it sent and received no message between stages.
 
-    `attribution` has read these observations. `events` are the rank's, `waited_us` when it first waited for the call of
-    that index, `start_s` where times begin.
+    `attribution` has read these observations. `events` are the rank's, `waited_us` is when it first waited for the call
+    of that index, `start_s` the time at which times begin.
     """
     if not any(event.phase == _MESSAGES for event in events):
         return ()
@@ -72,7 +72,7 @@ def rank_spans(
     for seen in observations:
         reading.feed(seen, phases)
     awaited = sorted(at for ticket, at in waited_us.items() if phases.get(ticket) == _MESSAGES)
-    computed = [  # each up to the first wait for a message in it
+    computed = [  # up to the first wait for each message in it
         replace(span, end_us=next((at for at in awaited if span.start_us < at < span.end_us), span.end_us))
         for span in reading.spans
     ]
@@ -94,7 +94,7 @@ def rank_spans(
 
 
 class _Forward(NamedTuple):
-    """A forward that began: in which lane, the number of the first autograd node that it may make, and which it is."""
+    """A forward that began: its lane, the first autograd node that it may make, and its number."""
 
     lane: int
     number: int
@@ -117,7 +117,7 @@ class _Reading:
         self._prepared_us: float | None = None
 
     def feed(self, seen: Observation, phases: Mapping[int, str]) -> None:
-        """Take the next observation; `phases` of calls by ticket."""
+        """Read the next observation; `phases` of calls by ticket."""
         match seen:
             case Entered():
                 self._depth[seen.lane] = self._depth.get(seen.lane, 0) + 1
@@ -180,11 +180,11 @@ Mark = Any
 
 
 class Stopwatch:
-    """Marks streams, and returns where marks lie on the host's clock, time.perf_counter, from its own making on."""
+    """Marks streams, and gives the time of marks on the host's clock, time.perf_counter."""
 
     def __init__(self, make: Callable[[], Mark], synchronize: Callable[[], object]) -> None:
         self._make = make
-        synchronize()  # an idle device passes the first mark at once: here both clocks meet
+        synchronize()  # an idle device passes the first mark at once, which relates both clocks
         self._origin = self.mark()
         self._origin_s = time.perf_counter()
 
@@ -195,18 +195,18 @@ class Stopwatch:
         return made
 
     def us(self, first: Mark, last: Mark) -> float:
-        """From one mark to the other; waits until both have passed."""
+        """The time from one mark to the other. Waits until both have passed."""
         for one in (first, last):
             one.synchronize()
         return float(first.elapsed_time(last)) * 1e3
 
     def host_s(self, mark: Mark) -> float:
-        """When the mark was passed, on the host's clock."""
+        """When the mark passed, on the host's clock."""
         return self._origin_s + self.us(self._origin, mark) / 1e6
 
 
 def stopwatch(device: str | torch.device) -> Stopwatch | None:
-    """The stopwatch of a device, None where the host's clock is true: on a CPU, and on meta tensors."""
+    """The stopwatch of a device; None if the host's clock is exact: on a CPU, and on meta tensors."""
     on = torch.device(device)
     if on.type != "cuda":
         return None

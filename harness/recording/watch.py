@@ -1,18 +1,18 @@
-"""Watches modules, optimizers and backward from outside and records what every rank's program does.
+"""Watches modules, optimizers and backward from outside, and records what every rank's program does.
 
-For as long as it is entered, `nn.Module._call_impl` is wrapped. Global forward hooks cost three times as much a call
-and end before a module's own forward hooks run, where DTensor's plans communicate. Wrapping `__call__` itself makes
-Python look up the slots of every module class again, half a millisecond a run. Optimizers are seen by torch's global
-step hooks. A prehook on the node that made an outermost output reports that backward came; it adds no node and reads
-nothing. torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. Not seen: a module whose
-`module.compile()` was called before, since its result is called in place of `_call_impl`.
+While it is entered, `nn.Module._call_impl` is wrapped. Global forward hooks cost three times as much a call and end
+before a module's own forward hooks, in which DTensor's plans communicate. Wrapping `__call__` itself makes Python look
+up the slots of every module class again, half a millisecond a run. Optimizers are observed by torch's global step
+hooks. A prehook on the node of an outermost output reports that backward arrived; it adds no node and reads nothing.
+torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. A module whose `module.compile()`
+was called before is not observed, since its result is called in place of `_call_impl`.
 
-Every rank of a process has its own thread; `on_rank` is entered there. Other threads (autograd's for a device, workers)
-count to the rank when it is the only one in the process.
+Every rank of a process has its own thread, which enters `on_rank`. Other threads (autograd's for a device, workers)
+belong to the rank if it is the only one in the process.
 
-The surroundings of a call (user code, checkpoints, recomputation, another backward, optimizer steps) are read off the
-Python stack. Frames are compared by their code objects and left alone: looking at a frame's variables keeps them alive
-as long as the frame. Only a Function's own forward or backward is looked into, which ends soon.
+What surrounds a call (user code, checkpoints, recomputation, another backward, optimizer steps) is read from the Python
+stack. Frames are compared by their code objects only, since reading a frame's variables keeps them alive as long as the
+frame. The frame of a Function's own forward or backward is read, since it ends soon.
 """
 
 import itertools
@@ -72,8 +72,8 @@ _SAVES = os.path.join(_TORCH, "distributed", "checkpoint", "")
 def surroundings(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
     """The caller in user code; in backward also whether checkpointing runs a function again, and the outer node.
 
-    The outer node is the node of another backward whose own backward started this one; OUTSIDE when there is none. The
-    caller is a plain code and line (callers.Caller), for every call costs such a look: about a microsecond.
+    The outer node is the node of another backward that started this one; OUTSIDE if there is none. The caller is a
+    plain code and line (callers.Caller), since every call pays for this, about a microsecond.
     """
     caller, again = issued_at(frame), False
     while in_backward and frame is not None:
@@ -96,12 +96,14 @@ def _outer(frame: FrameType) -> int:
 
 
 def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
-    """Gradients are off because the user said so, not because an autograd Function's forward runs, up to `until`."""
+    """Whether gradients are off because the user said so, and not because an autograd Function's forward runs, up to
+    `until`.
+    """
     inner = None
     while frame is not None and frame.f_code is not until:
         in_forward, context = function_context(frame, inner)
         if in_forward:
-            # The node of a Function that wants gradients has none to pass them on to: they were off around it.
+            # The node of a Function that requires gradients passes them to nothing if they were off around it.
             return any(getattr(context, "needs_input_grad", ())) and not getattr(context, "next_functions", ())
         inner, frame = frame, frame.f_back
     return True
@@ -110,7 +112,7 @@ def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
 def kept_by_torch(frame: FrameType | None) -> tuple[bool, bool]:
     """(whether torch saves or loads a checkpoint or a state_dict, whether it makes a full copy of a DTensor).
 
-    Looked at are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `state_dict` and its like.
+    Searched are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `state_dict` and its like.
     """
     copies = False
     while frame is not None and not is_user(frame.f_code.co_filename):
@@ -123,7 +125,7 @@ def kept_by_torch(frame: FrameType | None) -> tuple[bool, bool]:
 
 
 def steps_around(frame: FrameType | None) -> int:
-    """How many optimizer steps are going on."""
+    """How many optimizer steps are in progress."""
     count = 0
     while frame is not None:
         count += frame.f_code is STEP
@@ -143,7 +145,7 @@ _now_s = time.perf_counter
 
 
 class ThreadWatch:
-    """A thread of one rank: where its observations go, and what module is outermost in it."""
+    """A thread of one rank: where its observations go, and which module is outermost in it."""
 
     __slots__ = (
         "bare",
@@ -172,7 +174,7 @@ class ThreadWatch:
         self.bare: bool | None = None
 
     def issue(self, call: object, frame: FrameType) -> int:
-        """Record that a call is issued in this thread, by the code of `frame`. Every microsecond in it counts."""
+        """Record that a call is issued in this thread, by the code of `frame`. Kept fast: every call runs it."""
         task = _task()
         node, parameter, quiet = OUTSIDE, None, False
         if task != OUTSIDE:
@@ -209,7 +211,7 @@ class ThreadWatch:
 
 
 class OfRank(NamedTuple):
-    """State that the lanes of a rank share: the numbers of lanes and of calls, looks at parameters, CUDA graphs."""
+    """State that the lanes of a rank share: the numbers of lanes and calls, looks at parameters, CUDA graphs."""
 
     numbers: Iterator[int]
     tickets: Iterator[int]
@@ -223,7 +225,7 @@ def reporting_call(
     arrival: Callable[[ThreadWatch, int], Callable[[object], None]],
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A module's call that reports when the module is entered and left. Every microsecond in it counts."""
+    """A module's call, with reports when the module is entered and left. Kept fast: every module call runs it."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _compiling():
@@ -279,9 +281,9 @@ def running_node() -> int:
 class Watch:
     """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (`read_observation`).
 
-    `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is emitted, and
-    `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every
-    backward is observed too.
+    `on_output(lane, module, output)`, if given, receives the output of every module call before its Left is emitted,
+    and `on_input(lane, module, args, kwargs)` its arguments after its Entered. With `ends`, the end of every backward
+    is observed too.
     """
 
     def __init__(
@@ -313,7 +315,7 @@ class Watch:
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
-        """This thread runs the program of a rank until the context is left."""
+        """Mark this thread as running the program of a rank, until the context is left."""
         before: ThreadWatch | None = getattr(self._local, "lane", None)
         mine = self.lane(rank)
         try:
@@ -326,7 +328,7 @@ class Watch:
             self._local.lane = before
 
     def lane(self, rank: int) -> ThreadWatch:
-        """The lane of this thread on a rank, made when the thread was not seen before."""
+        """The lane of this thread on a rank, created on first use."""
         lane: ThreadWatch | None = getattr(self._local, "lane", None)
         if lane is None or lane.emit is None or lane.rank != rank:
             of_rank = self._ranks.get(rank)
@@ -338,7 +340,9 @@ class Watch:
         return lane
 
     def _adopt(self) -> ThreadWatch | None:
-        """A lane for a thread that entered no rank: it works for the only rank here; among several, for none."""
+        """The lane of a thread that entered no rank: it works for the only rank of the process; None if there are
+        several.
+        """
         ranks = list(self._open)
         return self.lane(ranks[0]) if len(ranks) == 1 else None
 
@@ -374,7 +378,7 @@ class Watch:
     def _on_step_end(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
-            lane.looks.on = False  # an optimizer ends the steps
+            lane.looks.on = False  # the step of an optimizer ended
             if (captured := lane.graphs.capturing) is not None:
                 captured.steps = True
             lane.emit((Stepped, lane.number, captured is not None))

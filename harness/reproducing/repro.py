@@ -39,9 +39,11 @@ from shardproof.harness.running.trials.trial import Trial, reference_of
 from shardproof.harness.subject import NamedSubject, refusal, resolve_subject
 
 LARGEST = 2**14
-"""Elements of a truth that a script carries; of several wrong tensors the first below this, else the smallest."""
+"""The most elements of a truth that a script carries; of several wrong tensors the first that is small enough, else the
+smallest.
+"""
 OWN = ("shardproof.parallel.", "shardproof.suites.")
-"""Packages whose subjects are parts of this one: their scripts may import its case."""
+"""Packages whose subjects belong to this package: their scripts may import its case."""
 SMALLER: tuple[Mapping[str, int], ...] = (
     {"dp": 1},
     {"tp": 2, "wp": 2},
@@ -63,7 +65,9 @@ _MAIN = '\n\nif __name__ == "__main__":\n    sys.exit(main(FACTS))\n'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallestFailure:
-    """The smallest case found that fails, and how: the name of a returned tensor, "" when the subject raises."""
+    """The smallest failing case that was found, and how it fails: the name of a returned tensor, "" if the subject
+    raises.
+    """
 
     result: CaseResult
     name: str
@@ -76,12 +80,11 @@ def emit(
     when: str = "",
     planted: Mapping[str, str] | None = None,
 ) -> str | None:
-    """The script of the smallest failing case found from this one; None when there is nothing that a script can show.
+    """The script of the smallest failing case found from this one; None if a script cannot show the failure.
 
-    `when`: the words of the case that its failure needs, as its line `when:` says. `planted`: module -> changed source,
-    which the subject was imported with and the script imports it with.
-
-    Raises RequestError when there is no such subject.
+    `when`: the words of the case that its failure needs, as its line `when:` has them. `planted`: module -> changed
+    source, with which the subject was imported and the script imports it. Raises RequestError if there is no such
+    subject.
     """
     given = resolve_subject(subject)
     failure = shrink_failure(case, given, engine)
@@ -89,12 +92,12 @@ def emit(
 
 
 def shown_name(script: str) -> str:
-    """The name of the tensor that a script shows, "" when it shows how the subject ends."""
+    """The name of the tensor that a script shows, "" if it shows how the subject ends."""
     return str(ast.literal_eval(script.partition(_FACTS)[2].partition(_MAIN)[0])["name"])
 
 
 def shrink_failure(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> SmallestFailure | None:
-    """Make a failing case smaller as long as a tensor of the same kind (or the run) fails; None when it does not fail.
+    """Make a failing case smaller as long as a tensor of the same kind (or the run) fails; None if it does not fail.
 
     The last case is proved in full, so that its causes can be reported.
     """
@@ -104,7 +107,7 @@ def shrink_failure(case: CaseLike, given: Subject | NamedSubject, engine: Engine
         return None
     for words in SMALLER:
         if any(getattr(case, word, size) > size for word, size in words.items()):
-            with suppress(ValueError):  # these sizes do not go together: the case keeps its own
+            with suppress(ValueError):  # an illegal combination of sizes: the case keeps its own
                 smaller = case.but(**words, **without_saving(case))
                 found = _find_failing_tensor(smaller, subject, engine)
                 if found is not None and kind_of(found) == kind_of(name):
@@ -113,7 +116,7 @@ def shrink_failure(case: CaseLike, given: Subject | NamedSubject, engine: Engine
 
 
 def _find_failing_tensor(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | None:
-    """The returned tensor that fails in one run of the case, "" when the subject raises; None when nothing fails."""
+    """The returned tensor that fails in one run of the case, "" if the subject raises; None if nothing fails."""
     if refusal(case, subject):
         return None
     trial = Trial(case=case, subject=subject, engine=engine, reference=reference_of(subject, engine))
@@ -145,7 +148,7 @@ def _wrong_names(run: RecordedRun, truth: Truth) -> list[str]:
 
 
 def _render_script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
-    """The text of the script: what it is, the body, the facts."""
+    """The text of the script: its docstring, the body, the facts."""
     case = failure.result.case
     own = subject.startswith(OWN) and not isinstance(case, PlainCase)
     facts: dict[str, Any] = {
@@ -172,10 +175,10 @@ def _render_script(failure: SmallestFailure, subject: str, when: str, planted: M
 
 
 def _numbers_of_tensor(evidence: Evidence, name: str) -> dict[str, Any]:
-    """The truth of one tensor and how far a right one may be from it."""
+    """The truth of one tensor, and how far a right one may be from it."""
     truth: Tensor = evidence.truth.tensors[name].double().contiguous()
     true, kind = TruthTensor.of(truth), sizes_of(evidence.run, evidence.truth).get(kind_of(name), 0.0)
-    # one that could not be merged is replaced by its truth: only its limits are needed
+    # a tensor that did not merge is replaced by its truth, since only the limits are needed
     tensors = {name: evidence.truth.tensors[name], **evidence.run.tensors}
     limits = compare_with_truth(evidence.run.with_tensors(tensors), evidence.truth, name, kind)
     return {
@@ -193,14 +196,14 @@ def _pack_data(data: bytes) -> str:
 
 
 def _plain_attributes(case: CaseLike) -> dict[str, Any]:
-    """Every public attribute of the case that is plain data: its words and what follows from them."""
+    """The public attributes of the case that are plain data: its words and what follows from them."""
     own = case.words() if isinstance(case, PlainCase) else {}
     found = {name: getattr(case, name) for name in dir(case) if not name.startswith("_")}
     return {name: value for name, value in {**found, **own}.items() if _is_data(value)}
 
 
 def _is_data(value: object) -> bool:
-    """Whether a literal of Python says this value."""
+    """Whether a Python literal can express this value."""
     if isinstance(value, Mapping):
         return all(_is_data(part) for item in value.items() for part in item)
     if isinstance(value, tuple | list):

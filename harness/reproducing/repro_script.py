@@ -1,8 +1,8 @@
 """The body of a script that repeats one failure with plain torch; `repro` writes it to a file with its facts.
 
-The script starts the ranks itself on gloo (or is started by torchrun) and calls the subject on each. Then it puts the
-blocks of one tensor together and holds them against a number that the facts carry. Exit status: 0 not reproduced, 1
-reproduced, 2 neither can be said. Imports nothing but the standard library, torch and the subject. Times are seconds.
+The script starts the ranks itself on gloo (or is started by torchrun) and calls the subject on each. Then it joins the
+blocks of one tensor and compares them with a number that the facts carry. Exit status: 0 not reproduced, 1 reproduced,
+2 undecided. Imports nothing but the standard library, torch and the subject. Times are seconds.
 """
 
 import base64
@@ -40,7 +40,7 @@ class WordsOfCase:
         self.__dict__.update(words)
 
     def but(self, **words: Any) -> "WordsOfCase":
-        """This case with other words; what follows from them stays as it is."""
+        """This case with other words. What follows from them is not computed again."""
         return WordsOfCase({**self.__dict__, **words})
 
     def axis_rank(self, axis: str, rank: int) -> int:
@@ -54,13 +54,13 @@ class WordsOfCase:
 
 
 class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the modules that have a planted bug with their changed source."""
+    """Imports modules with a planted bug from their changed source."""
 
     def __init__(self, packed: Mapping[str, str]) -> None:
         self.packed = packed
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The module's own place, with this as what executes it."""
+        """The module's own spec, with this as its loader."""
         found = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname in self.packed else None
         return found and importlib.util.spec_from_file_location(fullname, found.origin, loader=self)
 
@@ -71,7 +71,7 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def case_of(facts: Mapping[str, Any]) -> Any:
-    """The case: the words alone, or for a subject that is part of shardproof its own kind of case."""
+    """The case: its words, or for a subject of shardproof its own kind of case."""
     if not facts["case_text"]:
         return WordsOfCase(facts["case"])
     module, _, name = "shardproof.reference.case:Case".partition(":")
@@ -97,7 +97,7 @@ def boxes(value: Any) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
 
 
 def judge_outcomes(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]], facts: Mapping[str, Any]) -> int:
-    """Hold what all ranks returned under the one name against the facts, and say what came of it."""
+    """Compare what all ranks returned under the name with the facts, and print the result."""
     name, shape = facts["name"], tuple(facts["shape"])
     full = torch.full(shape, math.nan, dtype=torch.float64)
     first: dict[tuple[int, ...], tuple[int, Tensor]] = {}
@@ -128,7 +128,7 @@ def judge_outcomes(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ..
 
 
 def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
-    """Run the subject on this rank; rank 0 judges and knows the answer, the others know of none."""
+    """Run the subject on this rank. Rank 0 judges and returns the answer, the others None."""
     world_size = facts["world_size"]
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=LIMIT_S / 2)
@@ -146,7 +146,7 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
         everybody: list[Any] = [None] * world_size
         dist.all_gather_object(everybody, mine)
         return judge_outcomes(everybody, facts) if rank == 0 else GONE
-    except BaseException:  # a subject that calls sys.exit too
+    except BaseException:  # also if a subject calls sys.exit
         traceback.print_exc()
         return REPRODUCED if facts["measure"] == "run" else UNDECIDED
     finally:
@@ -154,14 +154,14 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
 
 
 def run_spawned_process(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> None:
-    """Run one process; its answer goes to the parent."""
+    """Run one process, and send its answer to the parent."""
     answers.put((rank, on_rank(facts, rank, store)))
 
 
 def answers_of(processes: Sequence[Any], answers: Any) -> list[int]:
-    """The answers of all ranks, or those up to the first that reports a failure: the others may wait for it forever.
+    """The answers of all ranks, or those up to the first failure, after which the others may wait forever.
 
-    Raises queue.Empty when there is none in time, or a process ended without one.
+    Raises queue.Empty if there is none in time, or if a process ended without one.
     """
     statuses: list[int] = []
     end_s = time.monotonic() + LIMIT_S
@@ -180,7 +180,7 @@ def main(facts: Mapping[str, Any]) -> int:
     sys.path.insert(0, os.getcwd())
     if "RANK" in os.environ:
         return on_rank(facts, int(os.environ["RANK"]), "")
-    # A forked rank need not import torch again; nothing has computed before, so there are no threads to lose.
+    # A forked rank need not import torch again. Nothing has computed before, so no threads are lost.
     context: Any = mp.get_context("fork" if sys.platform == "linux" else "spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,8 @@
-"""The line `when:` of failed cases: which words of a case its failure needs, found by running it with words changed.
+"""The line `when:` of failed cases: which words of a case its failure needs, found by running it with other words.
 
-Failures that first show at one place count as one. The simplest case of each is examined, simplest failures first,
-for `Request.when_s` seconds at most, and three times as long in all. The first of them is tried on processes before.
+Failures with the same first place count as one. Of each such group the simplest case is examined, the simplest groups
+first. One failure takes at most `Request.when_s` seconds, and all together three times as long. Before that, the first
+failed case is tried on processes.
 """
 
 import tempfile
@@ -31,23 +32,23 @@ from shardproof.harness.verdicts.facts import When, WhenKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 
 _IN_ALL = 3
-"""How many failures may take their whole time."""
+"""The number of failures that may each take their whole time."""
 _SEARCH = 0.9
-"""Share of the time of a failure for the search; the rest is for statements that are cases of their own."""
+"""The share of a failure's time for the search. The rest is for running statements that are cases of their own."""
 _GRACE_S = 10.0
-"""How much longer a case of an experiment may take, that began in time."""
+"""A case of an experiment that began in time may take this many times longer."""
 ENGINES = ("inproc", "pool", "dry")
-"""Engines on which other cases than those of the request can be run."""
+"""Engines that can run other cases than those of the request."""
 _OF_ONE_RUN = CHECKS.keys() - select_checks_by_need(CHECKS, Repeats) | {"run"}
-"""Checks that one run of a case decides."""
+"""Checks that need a single run of a case."""
 Proves = Callable[..., CaseResult]
-"""Proves a case within `timeout_s`, once or with `repeat`, without explaining what fails."""
+"""Proves a case within `timeout_s`, with a second run if `repeat` is given, and does not explain what fails."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A failed case and its verdicts; `explained_s` is how long its failure was explained by other runs before."""
+    """A failed case and its verdicts. `explained_s` are the seconds that explaining its failure has taken."""
 
     case: CaseLike
     verdicts: tuple[Verdict, ...]
@@ -55,13 +56,13 @@ class Failed:
 
     @property
     def first(self) -> Verdict:
-        """The first failed verdict; rounding may be all by which replicas or runs differ, so they come last."""
+        """The first failed verdict. Differences between replicas or runs come last, as they may be rounding alone."""
         failed = [verdict for verdict in self.verdicts if verdict.verdict == FAIL]
         return min(failed, key=lambda verdict: verdict.check in BIT_FOR_BIT)
 
     @property
     def fault(self) -> tuple[Verdict, ...]:
-        """The first failed verdict and those with the same causes: others are another fault."""
+        """The first failed verdict and those with the same causes; the others are another fault."""
         failed = [verdict for verdict in self.verdicts if verdict.verdict == FAIL]
         return tuple(verdict for verdict in failed if _fault_of_verdict(verdict) == _fault_of_verdict(self.first))
 
@@ -75,10 +76,10 @@ class Failed:
 def look_for_words(
     failures: Sequence[Failed], request: Request, proving: Proving, store: Store, *, apart: bool
 ) -> dict[str, tuple[Verdict, ...]]:
-    """The verdicts of failed cases by the text of the case, with the line `when:`, as they are stored now.
+    """The verdicts of failed cases, with their line `when:`, by the text of the case; stored as they are found.
 
-    `apart`: found in a process of its own, which a case of an experiment may end without taking anything along. After a
-    Ctrl-C those that were found; a note of the store says so.
+    `apart`: look for them in another process, which a case of an experiment may end without ending this one. After
+    Ctrl-C the verdicts found so far are returned, and the store notes it.
     """
     verdicts: dict[str, tuple[Verdict, ...]] = {}
     try:
@@ -88,7 +89,7 @@ def look_for_words(
     except KeyboardInterrupt:
         store.notes.append(STOPPED)
         return verdicts
-    if request.when_s and request.engine in ENGINES:  # the process was ended before it came to these
+    if request.when_s and request.engine in ENGINES:  # the process ended before these cases
         late = When(kind=WhenKind.NOT_SEARCHED)
         left = {case_text(one.case): _with_when(one, late) for one in failures if case_text(one.case) not in verdicts}
         store.add_when(left)
@@ -99,7 +100,7 @@ def look_for_words(
 def _prove_each(
     failures: Sequence[Failed], request: Request, proving: Proving, *, apart: bool
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
-    """Yield the verdicts with their line, those of the failures of one place at a time."""
+    """Yield the verdicts with their line, one group of failures after the other."""
     if not failures or not request.when_s or request.engine not in ENGINES:
         return
     if not apart:
@@ -110,7 +111,7 @@ def _prove_each(
     try:
         while worker and worker.pipe.poll(max(end_s - time.monotonic(), 0)):
             yield worker.pipe.recv()
-    except (EOFError, ConnectionResetError, BlockingIOError):  # all is sent, or a case ended or stopped the process
+    except (EOFError, ConnectionResetError, BlockingIOError):  # all were received, or the process ended
         pass
     finally:
         if worker:
@@ -154,12 +155,12 @@ def _examine_failures(
 
 
 def _with_cost(when: When, runs: int, start_s: float) -> When:
-    """The same, with how many cases were run for it and how long it took."""
+    """The verdicts with their line, how many cases were run for it, and how long that took."""
     return replace(when, runs=runs, seconds=round(time.monotonic() - start_s, 3))
 
 
 def _passes_on_processes(failed: Failed, request: Request, proving: Proving) -> bool:
-    """Whether a case of a foreign subject that failed on several threads passes where every rank is a process."""
+    """Whether a case of a foreign subject that failed on threads passes if every rank is a process."""
     address = request.subject.address
     if (
         request.engine != "inproc"
@@ -172,21 +173,21 @@ def _passes_on_processes(failed: Failed, request: Request, proving: Proving) -> 
     with suppress(ShardproofError), proving(replace(request, engine="pool", profile=())) as prove_case:
         there = prove_case(case, explain=False, timeout_s=min(request.timeout_s, request.when_s))
         return there.evidence is not None and there.verdict == PASS
-    return False  # the processes could not be started, or the case cannot be run on them: nothing is known
+    return False  # the case cannot be run on processes, so nothing is known
 
 
 def _contradicts(case: CaseLike, found: NeededWords) -> bool:
-    """Whether a failing case has a value with which another one is said to be right."""
+    """Whether a value is known with which the case passes."""
     return any(getattr(case, one.word, None) == each.value for one in found.needed for each in one.right)
 
 
 def _fault_of_verdict(verdict: Verdict) -> object:
-    """What sets the faults of one case apart."""
+    """What distinguishes the faults of one case."""
     return verdict.failure.fault if verdict.failure else None
 
 
 def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
-    """The verdicts of a case with what was found about the fault that was examined, or that theirs was not."""
+    """The verdicts of a case with the words that the fault needs, or a note that its fault was not the one examined."""
     fault, other = failed.fault, When(kind=WhenKind.OTHER_FAULT)
     return tuple(
         replace(one, failure=replace(one.failure, when=when if one in fault else other)) if one.failure else one
@@ -195,9 +196,9 @@ def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
 
 
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
-    """The words that the failure of this case needs, looked for until `end_s` on the monotonic clock.
+    """The words that the failure of this case needs, searched for until `end_s` on the monotonic clock.
 
-    Each statement is read as it is printed; where it is a case that the search has not run, that case is run too.
+    Each statement is read as it is printed. If the search has not run the case that it describes, that is run too.
     """
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +210,7 @@ def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: fl
 
 
 class _Fails:
-    """Whether a case fails as another one did, by every check, and the checks that fail. Each case is run once.
+    """Whether a case fails as the examined one did, by every check, and the checks that fail. Each case is run once.
 
     Raises OutOfTime from `end_s` on. A case whose first failure is of another kind fails for another reason, and shows
     nothing. Runs are compared with each other only where nothing else has failed.
@@ -222,7 +223,7 @@ class _Fails:
         others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
         self._others = {_reason_of_verdict(verdict) for verdict in others}
         self._laws = frozenset() if mine <= {*LAWS} else frozenset(LAWS)
-        """Checks that run other cases too, whose failure says nothing of this one alone."""
+        """Checks that run other cases too, so that their failure says nothing about this one alone."""
         self._prove, self.end_s, self._words = prove, end_s, words
         self._known: dict[str, Proved] = {}
 
@@ -246,7 +247,7 @@ class _Fails:
         return (False if failures or result.verdict == PASS else None), checks  # another fault of the case is left
 
     def _prove_case(self, case: CaseLike) -> CaseResult | None:
-        """The result of a case, None where it is refused; one that time itself ended is none."""
+        """The result of a case; None if it is refused. Raises OutOfTime if the time ends first."""
         left_s = self.end_s - time.monotonic()
         if left_s <= 0:
             raise OutOfTime
@@ -261,5 +262,5 @@ class _Fails:
 
 
 def _reason_of_verdict(verdict: Verdict) -> tuple[str, str]:
-    """The check that failed, and how calls differ, or what was raised."""
+    """What the failure is compared by: the check, and how calls differ or what was raised."""
     return verdict.check, verdict.kind

@@ -1,7 +1,7 @@
-"""Explanations of a failed case: further runs; then the diagnosis and six lines of every failed check.
+"""Explains a failed case: further runs, then a diagnosis and six lines for every failed check.
 
-Cases of another size decide whether a wrong factor comes from a size of the case. A factor of 1/2 where tp=2 may be a
-mean over tp or a constant. Where tp is another number, the factor shows which. Each size in question is changed alone.
+Cases of another size show whether a wrong factor is a size of the case: a factor of 1/2 with tp=2 may be a mean over tp
+or a constant, and with tp=3 it shows which. Each size in question is changed by itself.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,24 +38,24 @@ from shardproof.harness.verdicts.facts import FailedCheck, Where
 from shardproof.harness.verdicts.verdict import FAIL
 
 MOST_RANKS = 8
-"""Cases of another size with more ranks are not tried."""
+"""The most ranks of a case of another size."""
 _SHARED = frozenset({"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"})
-"""Kinds of wrong tensors that shares of micro-batches, or values before the first step, may explain."""
+"""Kinds of wrong tensors that the gradients of micro-batches, or values before the first step, may explain."""
 _WORDS = {"all ranks": "dp", "wdp": "dp", "tokens of the step": "micro"}
-"""Size that no word of a case sets -> the word that changes it; `wdp` are the ranks that share a shard of weights."""
+"""A size that no word of a case sets -> the word that changes it. `wdp` are the ranks that share a shard of weights."""
 
 
 def with_explanations(
     trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]
 ) -> tuple[Evidence, Mapping[str, Finding]]:
-    """The evidence with what explains these findings, and all findings by which a failure is explained.
+    """The evidence with further runs for these findings, and all findings by which the failure is explained.
 
-    Runs that differ may be all that is wrong, so the run is repeated unless it was.
+    The run is repeated if it was not yet: replicas or runs that differ may be all that is wrong.
     """
     trial.budget.begin(EXPLAINED_IN * trial.timeout_s)
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
     with trial.time_part("checks"):
-        # of activations too; findings made with control runs stay
+        # activations are now compared too; findings that used control runs stay
         context: Mapping[str, Finding] = {**run_checks(evidence), **findings}
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
     evidence = with_beginnings(trial, _with_shares(trial, evidence, wrong), wrong)
@@ -70,9 +70,9 @@ def with_explanations(
 def _ended_earlier(
     trial: Trial, evidence: Evidence, wrong: Sequence[str]
 ) -> tuple[Evidence, Mapping[str, Finding]] | None:
-    """Evidence and findings of the case ended before its first wrong step, if that may show a wrong update; else None.
+    """Evidence and findings of the case ended before its first wrong step, if a wrong update is possible; else None.
 
-    Parameters are returned behind the last step by subjects that return no state of others.
+    They are needed for subjects that return parameters after the last step alone.
     """
     if not wrong or evidence.search.located is not None:
         return None
@@ -88,21 +88,21 @@ def _ended_earlier(
             seen, findings = judge_case(other, record_case(other))
             failed = any(finding.verdict == FAIL for finding in findings.values())
             return with_explanations(other, seen, findings) if failed else (seen, findings)
-    except Exception:  # a case that cannot be run shows nothing of the update
+    except Exception:  # a case that cannot be run says nothing about the update
         return None
 
 
 def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
-    """Evidence with that of one further case for each size (tp, dp, micro) that a wrong factor equals."""
+    """The evidence with that of one further case for each size (tp, dp, micro) that equals a wrong factor."""
     try:
         shared = explanation_of(evidence, findings)
-    except Exception:  # the diagnosis of every check will say why
+    except Exception:  # the diagnosis of every check says why
         return evidence
     sizes = (size for cause in shared.causes for size in cause.follows)
     first, steps, others = shared.first.name, evidence.run.case.steps, []
-    # a state after a later step is another one in every case
+    # states after a later step differ in every other case
     later = steps > 1 if kind_of(first) == "param" else is_state(first) and step_of(first) > 0
-    later = later or evidence.search.observed != (0, 0)  # and so are later activations
+    later = later or evidence.search.observed != (0, 0)  # and so do later activations
     for word in () if later else dict.fromkeys(_WORDS.get(size, size) for size in sizes):
         cases = _of_other_size(evidence.run.case, word, steps=max(step_of(first), 0) + 1)
         others += list(islice((seen for case in cases if (seen := _elsewhere(trial, case, first))), 1))
@@ -112,7 +112,7 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
 def diagnose_findings(
     evidence: Evidence, findings: Mapping[str, Finding], context: Mapping[str, Finding], subject: str, options: str
 ) -> tuple[dict[str, Diagnosis], dict[str, FailedCheck]]:
-    """Every failed check -> its diagnosis, and -> its record. A failure that cannot be explained stays one."""
+    """Every failed check -> its diagnosis, and -> its record. A failure that cannot be explained remains a failure."""
     case, diagnoses = evidence.run.case, dict[str, Diagnosis]()
     failures: dict[str, FailedCheck] = {}
     every = {**context, **findings}
@@ -140,24 +140,24 @@ def diagnose_findings(
 def explain_end(
     case: CaseLike, subject: str, error: ShardproofError, options: str
 ) -> tuple[FailedCheck, Diagnosis, str]:
-    """The record of a case that left no outcome, its diagnosis, and the whole traceback."""
+    """The record of a case without an outcome, its diagnosis, and the whole traceback."""
     return failed_run(case, subject, error, options), diagnose_ended_case(error), whole_traceback(error)
 
 
 def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """Evidence with shares of gradients by micro-batch, as the dense model has them."""
+    """The evidence with the dense model's gradients by micro-batch."""
     model = trial.reference.model
     if model is None or not {kind_of(name) for name in wrong} & _SHARED or not trial.has_time("explained"):
         return evidence
     try:
         return evidence.with_found(shares=trial.dense(model.shares, part="explained"))
-    except Exception as problem:  # the failure stands; less of it is explained, and that is said
+    except Exception as problem:  # the failure stands with less of an explanation, which is noted
         trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
         return evidence
 
 
 def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
-    """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
+    """The evidence of the same subject in another case, as far as this tensor needs it; None if it cannot be had."""
     other = trial.of_case(case)
     if not trial.has_time("elsewhere"):
         return None
@@ -167,12 +167,12 @@ def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
         with trial.time_part("elsewhere"):
             seen = record_case(other)
             return seen.with_found(shares=other.dense(model.shares) if (model := trial.reference.model) else {})
-    except Exception:  # a case that cannot be run shows nothing of the factor
+    except Exception:  # a case that cannot be run says nothing about the factor
         return None
 
 
 def _of_other_size(case: CaseLike, word: str, steps: int) -> Iterator[CaseLike]:
-    """Legal cases in which this word is one more, twice as much, or 1; `steps` are as many as show the wrong tensor."""
+    """Legal cases in which this word is larger by one, doubled, or 1, with as many steps as show the wrong tensor."""
     now = case.micro if word == "micro" else split_axes(case).get(word, 1)
     for value in dict.fromkeys((now + 1, 2 * now, 1)):
         try:

@@ -59,9 +59,10 @@ UNREAD = "every other call and all that the subject returns have the same bits: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of the checks to a planted fault: those that failed, in their order; why it is no fault; its seconds.
+    """What the checks made of a planted fault: which of them failed, the proof that it is none, and the seconds it
+    took.
 
-    `killed_by` is "run" where the program raises or does not end. `machine` is why the machine could not finish it.
+    `killed_by` is "run" if the program raises or does not end. `machine` says why the machine could not finish it.
     """
 
     killed_by: tuple[str, ...] = ()
@@ -76,20 +77,20 @@ class Answer:
 
     @property
     def survived(self) -> bool:
-        """Whether no check noticed a fault that is one."""
+        """Whether it is a fault and no check noticed it."""
         return not (self.killed_by or self.equivalent or self.machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`proof` of the faults for which it holds: one line of words."""
+    """`proof` (one line of words) for the faults for which the rule holds."""
 
     proof: str
     holds: Callable[[Fault], bool]
 
 
 def _doubling_rule(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool]:
-    """Whether a fault doubles a call of these ops, and of these reduce ops where there are any."""
+    """Whether a fault doubles a call of these ops, and of these reduce ops if any are given."""
 
     def holds(fault: Fault) -> bool:
         target = fault.target
@@ -122,7 +123,7 @@ RULES = (
 
 
 def proof_of(fault: Fault, rules: Sequence[Rule] = RULES) -> str:
-    """Why no check can notice this fault; "" when no rule shows it."""
+    """Why no check can notice this fault; "" if no rule says so."""
     return next((rule.proof for rule in rules if rule.holds(fault)), "")
 
 
@@ -135,7 +136,7 @@ class FaultResult(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unproved:
-    """A collective that no check proves necessary, and why: redundant traffic or a blind spot."""
+    """A collective that no check proves necessary, and why: redundant traffic, or a blind spot of the checks."""
 
     target: Target
     why: str
@@ -143,9 +144,9 @@ class Unproved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Undisturbed:
-    """The subject without a fault: its ledger, the checks that pass, what it returned and what every call delivered.
+    """The subject without a fault: its ledger, the passing checks, what it returned and what every call delivered.
 
-    `seconds` is how long its runs and their checks took.
+    `seconds` is how long its runs and checks took.
     """
 
     events: tuple[Event, ...]
@@ -156,9 +157,9 @@ class _Undisturbed:
 
 
 _ENDLESS = 5.0
-"""A program that takes this many times longer than undisturbed does not end."""
+"""A program that takes this many times longer than without a fault is taken not to end."""
 _LEAST_S = 10.0
-"""But on a busy machine no run is given less time."""
+"""The shortest time limit of a run, for busy machines."""
 
 
 def survey_faults(
@@ -173,10 +174,10 @@ def survey_faults(
     device: str = "cpu",
     timeout_s: float = 60.0,
 ) -> list[FaultResult]:
-    """The results of these faults, of all legal ones when none are given. The dense model is computed once.
+    """The results of these faults, by default all legal ones. The dense model is computed once.
 
-    With `first_only` a fault is dropped at the first stage of checks that notices it: the recorded run is looked at
-    before it is repeated. Raises RequestError when the undisturbed subject does not finish or passes nothing.
+    With `first_only` a fault is done with the first stage of checks that notices it: the recorded run is checked before
+    it is repeated. Raises RequestError if the subject without a fault does not finish, or passes no check.
     """
     given = resolve_subject(subject)
     known = reference_of(given, engine, timeout_s)
@@ -188,7 +189,7 @@ def survey_faults(
 
 
 def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
-    """The targets whose loss on every rank no check notices, by the results of their faults."""
+    """The targets whose loss on every rank no check notices."""
     by_target: dict[Target, dict[str, FaultResult]] = {}
     for result in results:
         if result.fault.kind in {"drop", "poison"} and result.fault.rank < 0:
@@ -212,7 +213,7 @@ def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
 
 
 def _run_undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
-    """The clean run. Raises RequestError when the subject does not finish, or nothing passes."""
+    """The run without a fault. Raises RequestError if the subject does not finish, or passes no check."""
     clean, start_s = Disturbance(None), time.perf_counter()
     try:
         evidence, findings = _examine_trial(_intervene_on(trial, clean), checks, first_only=False)
@@ -231,12 +232,12 @@ def _run_undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
 
 
 def _intervene_on(trial: Trial, intervention: Intervention) -> Trial:
-    """Trial under an intervention; what the reference computed is shared."""
+    """The trial under an intervention, with what the reference has computed."""
     return replace(trial, engine=Intervened(trial.engine, intervention), seconds={}, problems={})
 
 
 def _examine_trial(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
-    """Findings of the checks; with `first_only` the run is repeated only when nothing has failed before."""
+    """The findings of the checks. With `first_only` the run is repeated only if nothing has failed before."""
     of_one_run = {name: check for name, check in checks.items() if Repeats not in records_of(check)}
     evidence, findings = judge_case(trial, record_case(trial), of_one_run)
     if select_checks_by_need(checks, Repeats) and not (first_only and _names_of_failed_checks(findings)):
@@ -288,13 +289,13 @@ def _try_fault(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool
 
 YES, NO = "yes", "no"
 FOUND = "only with"
-"""Begins a line `when:` that names words."""
+"""The beginning of a line `when:` that names words."""
 RIGHT, AND_MORE, NONE, MISLEADING = JUDGEMENTS = ("right", "right and more", "none", "misleading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill(Answer):
-    """A row. `phase` and `region` are where it is planted. A row with a `machine` has no verdict."""
+    """One row of the matrix. `phase` and `region` are the place of the fault. A row with `machine` has no verdict."""
 
     name: str
     kind: str
@@ -310,7 +311,7 @@ class Kill(Answer):
     when: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        """The row as `kill_matrix.csv` holds it; of a held-back mutant nothing says which one it is."""
+        """The row as `kill_matrix.csv` has it, without anything that identifies a held-back mutant."""
         words = {
             **{field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)},
             "killed_by": " ".join(self.killed_by),
@@ -325,7 +326,9 @@ class Kill(Answer):
 
     @classmethod
     def of(cls, cells: Mapping[str, str]) -> "Kill":
-        """The row of these cells by column; why an equivalent is one, or a row has no verdict, is not among them."""
+        """The row of these cells by column. The reasons of equivalent rows, and of rows without a verdict, are not
+        stored.
+        """
         words = {name: cells[name] for name in ("name", "kind", "stands_for", "mode", "phase", "region")}
         words |= {name: cells[name] for name in ("region_right", "cause_right", "cause_told", "twin", "when")}
         return cls(
@@ -393,7 +396,7 @@ def figures(rows: Sequence[Kill]) -> Figures:
 
 
 def killed_alone(rows: Iterable[Kill], checks: Sequence[str]) -> dict[str, tuple[int, int, str]]:
-    """Check -> rows it kills, rows that only it kills, and the name of the first of these ("" when there is none)."""
+    """Check -> how many rows it kills, how many it alone kills, and the name of the first of these, else ""."""
     figures_by_check = {check: (0, 0, "") for check in checks}
     for row in rows:
         for check in row.killed_by:

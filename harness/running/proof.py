@@ -1,8 +1,7 @@
-"""Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
+"""Proves one case: its runs, every check of them, and verdicts whose failures are explained.
 
-What is run follows from the records that the checks need: the subject recorded, once more without anything around it
-(`Repeats`), in other groupings (`Regroupings`), with some documents changed (`Documents`), and the dense model
-(`Truth`).
+The runs follow from the records that the checks need: the subject recorded, once more unrecorded (`Repeats`), in other
+groupings (`Regroupings`), with some documents changed (`Documents`), and the dense model (`Truth`).
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from shardproof.harness.diagnosing.diagnosis import Diagnosis
 
 _UNDECIDED = (NoNumbers, NotComputed)
-"""Errors of an engine that could not run a program to its end: the program may be right."""
+"""Errors of an engine that could not finish a program, which may be right."""
 
 
 def prove(
@@ -63,11 +62,11 @@ def prove(
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
 
     Without `explain` a failure is not diagnosed, and takes no further runs. Without `repeat` the subject runs once, and
-    no check compares two runs unless another one fails. `reference` replaces the subject's own
-    truth, or the decoder where it has none. `truths`: what the dense model computed for the case before, on this device
-    and with this reference. `heard` is called with the name of every part of the proof as it begins ("recorded",
-    "truth", ..). Raises RequestError when there is no such subject, too many ranks for this machine, or a case that the
-    dense model cannot compute (unreadable data). Any error of the subject is a failed verdict.
+    two runs are compared only if another check fails. `reference` replaces the subject's own truth, or the decoder.
+    `truths`: what the dense model computed for the case before, on this device and with this reference. `heard` is
+    called with the name of every part of the proof as it begins ("recorded", "truth", ..). Raises RequestError if there
+    is no such subject, if the machine cannot hold the ranks, or if the dense model cannot compute the case (unreadable
+    data). Any error of the subject is a failed verdict.
     """
     given = resolve_subject(subject)
     admit_ranks(case, engine.name)
@@ -86,7 +85,7 @@ def prove(
         verdict, reason = SKIP, refusal(case, trial.subject)
         kept_per_rank(trial.subject.call)  # raises for a wrong `per_rank`
         if not reason:
-            _ = lower_dtypes(case, given), stated_deviations(case, given)  # raise for wrong answers before any run
+            _ = lower_dtypes(case, given), stated_deviations(case, given)  # both raise for wrong claims, before any run
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
@@ -94,7 +93,7 @@ def prove(
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     leave_unloaded()
-    if checks is CHECKS and truth_of(given) is not None:  # laws for a truth of the subject's own: ours is tested
+    if checks is CHECKS and truth_of(given) is not None:  # these laws are for truths of subjects; ours has tests
         checks = {**CHECKS, **LAWS}
     try:
         with one_thread():
@@ -127,7 +126,7 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
         if failed:
             from shardproof.harness.running.explaining import diagnose_findings, with_explanations  # noqa: PLC0415  (few cases fail: a third of the product)
         if failed and not is_dry:
-            # a failure is explained beside the dense model, whatever its check needs
+            # the explanation needs the dense model, whatever the failed check needs
             evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
         findings |= _find_problems(trial)
@@ -141,7 +140,7 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
 
 
 def _find_problems(trial: Trial) -> dict[str, Finding]:
-    """What the subject could not answer, and what of a failure was not explained, by the check that misses it."""
+    """What the subject could not answer, and what is unexplained of a failure, by the check that lacks it."""
     found = {
         check: Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
         for check, problem in trial.problems.items()
@@ -155,7 +154,7 @@ def _find_problems(trial: Trial) -> dict[str, Finding]:
 
 
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
-    """The result of a case without an outcome: a program that failed, or a machine."""
+    """The result of a case without an outcome: the program failed, or the machine."""
     from shardproof.harness.running.explaining import explain_end  # noqa: PLC0415  (as above: few cases end so)
 
     text = case_text(case)

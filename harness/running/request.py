@@ -1,4 +1,4 @@
-"""The request of a run: cases, subject, engine and what else the options of a command choose, checked without torch."""
+"""The request of a run: cases, subject, engine, and other options of a command, checked without torch."""
 
 import math
 import shlex
@@ -50,7 +50,7 @@ class Request:
 
     @property
     def options(self) -> str:
-        """The words beside case and subject that repeat a case as it was run here."""
+        """The further words of a command that repeats a case as it was run here."""
         limit = (f"{self.timeout_s:g}", "60")
         words = {"--engine": (self.engine, "inproc"), "--device": (self.device, "cpu"), "--timeout": limit}
         words["--out"] = (self.asked_out, "runs")
@@ -58,9 +58,9 @@ class Request:
 
 
 def seconds(text: str, word: str, legal: str = "60") -> float:
-    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week.
+    """The seconds of an option called `word`. Raises RequestError unless it is a number above 0 and at most a week.
 
-    Where the `legal` value is 0, 0 is one.
+    If `legal` is 0, 0 is allowed.
     """
     try:
         number = float(text)
@@ -73,7 +73,7 @@ def seconds(text: str, word: str, legal: str = "60") -> float:
 
 
 def check_saved(cases: Iterable[CaseLike]) -> None:
-    """Raise RequestError for the first case whose folder for checkpoints cannot be written; leave no new one."""
+    """Raise RequestError for the first case whose folder for checkpoints cannot be written. Leaves no new folder."""
     saved = {folder_of(case, "save") for case in cases}
     for word in sorted(saved - {""}):
         folder = Path(word)
@@ -93,7 +93,7 @@ def check_saved(cases: Iterable[CaseLike]) -> None:
 
 
 def loading_what_exists(cases: Sequence[CaseLike]) -> list[CaseLike]:
-    """The cases without those that load a checkpoint which another one of them saves first."""
+    """The cases without those that load a checkpoint which another of the cases saves first."""
     saved = {folder_of(case, "save") for case in cases} - {""}
     return [case for case in cases if folder_of(case, "load") not in saved]
 

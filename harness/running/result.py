@@ -1,4 +1,4 @@
-"""The result of a case: all that is known of it, and the part that is stored, which another process can send."""
+"""The result of a case: all that is known of it, and the part that is stored or sent to another process."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 
 
 def verdict_on(finding: Finding, case: str, check: str, failure: FailedCheck | None = None) -> Verdict:
-    """The finding as the verdict of this check on this case, with what explains a failure."""
+    """The verdict of a check on a case: the check's finding, and with a failure the runs that can explain it."""
     return Verdict(
         case=case,
         check=check,
@@ -46,11 +46,11 @@ def verdict_on(finding: Finding, case: str, check: str, failure: FailedCheck | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """Everything known of one case: `skipped` says why it was not run, `machine` why the machine could not finish it.
+    """Everything known of one case. `skipped` says why it was not run, `machine` why the machine could not finish it.
 
-    `evidence` is None unless all runs finished; `traceback` is the whole one of a rank that raised. `diagnoses` by
-    failed check, in the order of the checks; "run" is the check of a case that ended without an outcome. `seconds` by
-    part: truth, control, recorded, plain, again, checks, regrouped, explained, located, elsewhere.
+    `evidence` is None unless all runs finished. `traceback` is that of the rank that raised, uncut. `diagnoses` has one
+    for each failed check, in the order of the checks; "run" stands for a case that ended without an outcome. `seconds`
+    has the parts truth, control, recorded, plain, again, checks, regrouped, explained, located, elsewhere.
     """
 
     case: CaseLike
@@ -65,7 +65,7 @@ class CaseResult:
 
     @property
     def diagnosis(self) -> "Diagnosis | None":
-        """The first failed check explained, with the causes that all failed checks show; None when none failed."""
+        """The explanation of the first failed check, with the causes of all failed checks; None if none failed."""
         diagnoses = list(self.diagnoses.values())
         causes = dict.fromkeys(cause for diagnosis in diagnoses for cause in diagnosis.causes)
         return replace(diagnoses[0], causes=tuple(causes)) if diagnoses else None
@@ -77,7 +77,7 @@ class CaseResult:
 
     @property
     def expectation(self) -> tuple[TermLike, ...] | None:
-        """The closed form that the ledger was held against."""
+        """The closed form with which the ledger was compared."""
         return self.evidence.claims.expectation if self.evidence else None
 
     @property
@@ -89,10 +89,10 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCase:
-    """Stored parts of a proved case. `ledger`: its lines of ledger.csv.
+    """The stored parts of a proved case. `ledger`: its lines of ledger.csv.
 
-    `ran`: the ranks of `saved_bytes` when they are not all. `tables` are those that not every case has: file, columns
-    and rows. `unplaced` is why there are no errors.csv of a case that failed.
+    `saved_bytes` has a number for each of the ranks `ran`, or for every rank if that is empty. `tables` are files that
+    only some cases have: name, columns and rows. `unplaced` says why a failed case has no errors.csv.
     """
 
     text: str
@@ -119,7 +119,7 @@ def stored_part(result: CaseResult) -> StoredCase:
         try:
             errors = error_rows(evidence.run, evidence.truth, result.text, result.diagnosis.first)
             tables.append(("errors.csv", ERROR_COLUMNS, errors))
-        except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
+        except Exception as problem:  # a tensor that the verdicts report as broken; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
     if evidence and evidence.run.calls.spans:
         tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.run.calls.spans]))

@@ -42,9 +42,9 @@ def run_request(
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
     `meanwhile` is called once, while forked processes prove the first cases: the command loads its reports there.
-    Raises RequestError before anything runs: without a case, or when all are too large for this machine. A wrong claim
-    of the subject, engine or folder raises it too. Where the dense model cannot compute one of several cases, that
-    case is skipped. Reasons are a loss that diverges, unreadable data, and too little memory.
+    Raises RequestError before anything runs: without a case, if all are too large for this machine, or for a wrong
+    claim of the subject, engine or folder. If the dense model cannot compute one of several cases, that case is
+    skipped: its loss diverges, its data are unreadable, or it has too little memory.
     """
     cases, subject = request.cases, request.subject
     if not cases:
@@ -59,7 +59,7 @@ def run_request(
     about |= {"timeout_s": request.timeout_s, "truth": compared_with(truth_of(subject)), "cases": len(cases)}
     planned = [_plan_row(case, subject) for case in cases]
     by_text = {case_text(case): case for case in cases}
-    # Either forked processes prove the cases, or this process does: then it has `prove_case`.
+    # Either forked processes prove the cases, or this process does, which then has `prove_case`.
     with _processes(request) as forked, nullcontext() if forked else open_prover(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, about))
         kept = Kept(store=store, cases=by_text, total=len(cases), on_progress=on_progress, fail_fast=request.fail_fast)
@@ -97,15 +97,15 @@ def run_request(
 
 @contextmanager
 def open_prover(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[..., CaseResult]]:
-    """A function that proves one case after another as the request demands: one engine and one dense model for all.
+    """A function that proves one case after another as requested, with one engine and one dense model for all.
 
-    `heard` is called with the parts of a case as they begin; further words are those of `prove`. A case of several that
-    the dense model cannot compute, or this machine cannot hold, is skipped. A single one raises RequestError.
+    `heard` is called with the parts of a case as they begin; further words are those of `prove`. One of several cases
+    is skipped if the dense model cannot compute it or this machine cannot hold it. A single one raises RequestError.
     """
     truths = Truths()
     with engine_named(request.engine) as engine:
 
-        def prove_case(case: CaseLike, **how: Any) -> CaseResult:  # `how` is given by experiments alone
+        def prove_case(case: CaseLike, **how: Any) -> CaseResult:  # only experiments pass `how`
             usual: dict[str, Any] = {"device": request.device, "timeout_s": request.timeout_s, "heard": heard}
             usual |= {"options": request.options, "truths": truths, "repeat": request.repeats(case)}
             try:
@@ -142,7 +142,7 @@ def _prove_in_processes(
 def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
     """Forked processes for a request: up to two for ranks as threads, else one.
 
-    The list is empty for torchrun, for profiles, and where this process cannot be forked: it proves the cases itself.
+    The list is empty for torchrun, for profiles, and if this process cannot be forked: then it proves the cases itself.
     """
     forks = 0 if request.engine == "torchrun" or request.profile else request.processes
     ours: list[ProvingProcess] = []
@@ -152,7 +152,7 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
             ours += [process] if process else []
         yield ours
     finally:
-        for process in ours:  # first all connections: a later fork holds those of earlier ones too
+        for process in ours:  # connect all of them before: a later fork inherits the connections of earlier ones
             process.worker.pipe.close()
         for process in ours:
             process.close()
@@ -164,12 +164,12 @@ def _start_process(request: Request) -> "ProvingProcess | None":
 
 
 def _plan_row(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
-    """The row of `cases.jsonl`: the text and what reports need of it without parsing, of a pipeline its bubble too."""
+    """The row of `cases.jsonl`: the text, and what reports need of it without parsing; of a pipeline its bubble too."""
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
-    row |= {"words": case.words()} if in_own_words(case) else {}  # nobody else can read its text
+    row |= {"words": case.words()} if in_own_words(case) else {}  # only the subject can read its text
     if stage_count(case.axes) > 1:
-        with suppress(Unanswered), ask_subject("pipeline"):  # only pages show it
+        with suppress(Unanswered), ask_subject("pipeline"):  # needed by pages alone
             pipeline = getattr(subject.call, "pipeline", None)
             stated = None if pipeline is None else pipeline(case).bubble_stated
             row |= {} if stated is None else {"bubble_stated": float(stated)}

@@ -1,4 +1,4 @@
-"""The results of a run as they come, stored and reported; then its sums: verdicts, exit status, and notes."""
+"""The results of a run as they come, stored and reported, and their sums: verdicts, exit status, and notes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +17,12 @@ INTERRUPTED = 130  # the exit status after a Ctrl-C
 
 
 Progress = Callable[[int, int, CaseLike, str], object]
-"""Called after every case: how many of how many are done, the case and its verdict."""
+"""Called after every case with the number of finished cases, the number of all, the case and its verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The results so far, but for what is stored of them. `cases` by their text are all cases of the run."""
+    """The results so far, without their stored parts. `cases` are all cases of the run by their text."""
 
     store: Store
     cases: Mapping[str, CaseLike]
@@ -32,12 +32,12 @@ class Kept:
     results: list[StoredCase] = field(default_factory=list)
 
     def keep(self, case: StoredCase) -> bool:
-        """Store a result and report that it is there; whether to go on."""
+        """Store a result and report it. Returns whether to go on."""
         done = len(self.results) + 1
         try:
             result = self._store_case(case)
             self.results.append(replace(result, ledger="", rows=(), tables=()))
-        finally:  # where the disk is full, too: its verdict is known
+        finally:  # also if the disk is full: its verdict is known
             self.on_progress(done, self.total, self.cases[case.text], case.verdict)
         return not self.fail_fast or result.verdict in (PASS, SKIP)
 
@@ -55,7 +55,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Result of a run: its folder, all verdicts, the command's exit status, and notes on what could not be done."""
+    """The result of a run: its folder, all verdicts, the command's exit status, and notes on what was not possible."""
 
     path: Path
     verdicts: tuple[Verdict, ...]
@@ -71,8 +71,8 @@ def run_result(
     witnessed: Sequence[str],
     shared: Sequence[str],
 ) -> RunResult:
-    """The result of a run whose cases came to these. `amended` are verdicts that changed since, by the text of the
-    case; `witnessed` and `shared` are notes of the witnesses and of the processes.
+    """The result of a run with these results of its cases. `amended` are verdicts that changed since, by the text of
+    the case; `witnessed` and `shared` are notes of the witnesses and of the processes.
     """
     truth, left = truth_of(request.subject), len(request.cases) - len(results)
     compared = _DRY if request.engine == "dry" else f"compared with {compared_with(truth)}" if truth else ""
@@ -88,7 +88,7 @@ def run_result(
 
 
 def _exit_status(results: Sequence[StoredCase]) -> int:
-    """A failed check outweighs a failed machine: it is a fact about the subject, whatever else went wrong."""
+    """A failed check outweighs a failed machine, since it is a fact about the subject."""
     if any(result.verdict in (FAIL, UNKNOWN) and not result.machine for result in results):
         return 1
     if any(result.machine for result in results):

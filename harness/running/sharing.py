@@ -1,12 +1,12 @@
-"""Other processes that prove the cases of a run in the place of this one, and how cases are shared among them.
+"""Worker processes that prove the cases of a run in place of this one, and how cases are divided among them.
 
 A case may end its process (a crash in native code, memory that runs out), or hang in native code. Then it ends neither
-this process nor other cases; it is reported as what it is, and a new process goes on. A process sends the names of the
-parts of a case, then its StoredCase or an exception. A process ends with its socket, so with the one that started it.
-Times are seconds.
+this process nor other cases: it is reported, and a new process goes on. A process sends the names of the parts of a
+case, then its StoredCase or an exception. It ends with its socket, so with the process that started it. Times are
+seconds.
 
-Cases that are one case to the dense model are proved by one process, one after another: its results serve all of them.
-A case that loads what another one saves follows it too.
+Cases with the same dense model are proved by one process, one after another, so that its results serve all of them. A
+case that loads a checkpoint follows the case that saves it.
 """
 
 import gc
@@ -31,36 +31,35 @@ from shardproof.harness.running.result import StoredCase, stored_part
 from shardproof.harness.running.trials.trial import BOUNDED, PARTS, too_long
 
 _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
-"""How much longer than its time limit a part of a case may take before its process is ended: as long again, in these
-bounds.
+"""A part of a case may take this much longer than its time limit before its process is ended: as long again, within
+these bounds.
 """
 _LEAVE_S = 5.0
-"""How long a process that has closed its connection may take to end."""
+"""How long a process may take to end after it has closed its connection."""
 _PARTS = 10
-"""Time limits that a part without a limit of its own (checks, a diagnosis) may take without a word."""
+"""A part without a limit of its own (checks, a diagnosis) may take this many time limits without a message."""
 _BEGINS = "case"
-"""The part of a case before its first run."""
+"""The name of what a case does before its first run."""
 _THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"
 _QUEUED = 2
-"""Cases that a process holds: one in work, and one to go on with."""
+"""The most cases that a process has: the one that it proves, and the next."""
 _LISTEN_S = 0.2
-"""How often a process is looked at that sends nothing."""
+"""How often a silent process is checked."""
 _STARTS = 2
-"""Processes in a row that may end before they have begun a case."""
+"""The most processes in a row that may end before they have begun a case."""
 Answer: TypeAlias = "StoredCase | Exception"
-"""Stored parts of a case, or what was raised."""
+"""The stored parts of a case, or the exception that it raised."""
 Proving = Callable[[Request, Callable[[str], object]], AbstractContextManager[Callable[[CaseLike], Any]]]
 
 
 class ProvingProcess:
-    """A worker that proves cases. `asked` are the numbers of the cases that it has, the first one in work.
+    """A worker that proves cases. `asked` are the numbers of its cases, the current one first.
 
-    When it has ended, or had to be ended, `note` says how. `error` is then that of the case that it was proving; None
-    when it was proving none.
+    After its end `note` says how it ended, and `error` is that of the case that it was proving, or None.
     """
 
     def __init__(self, worker: Worker, request: Request) -> None:
-        """Use this one, which runs `serve`, for a request."""
+        """Take over this worker, which runs `serve`, for a request."""
         self.worker = worker
         self._limit_s, self._hint = request.timeout_s, _THREADS if request.engine == "inproc" else ""
         self._part, self._since_s = "", 0.0
@@ -71,11 +70,11 @@ class ProvingProcess:
     def ask(self, number: int, case: CaseLike) -> None:
         """Have this case proved."""
         self.asked.append(number)
-        with suppress(OSError):  # it is gone: its end comes in place of an answer
+        with suppress(OSError):  # it has ended, which is received in place of an answer
             self.worker.pipe.send(case)
 
     def take(self, message: bytes | ProcessEnd) -> dict[int, Answer]:
-        """Take in what it has sent, or its end; the case that it has finished, if it has."""
+        """Receive a message, or the end of the worker. Returns the case that it has finished, if any."""
         if isinstance(message, ProcessEnd):
             self._end(message)
             return {}
@@ -87,7 +86,7 @@ class ProvingProcess:
         return {self.asked.popleft(): answer}
 
     def end_if_late(self) -> None:
-        """End it when it has gone on without a word for longer than what ends by itself in time."""
+        """End the worker if it is silent for longer than any part may take."""
         grace_s = min(max(self._limit_s, _LEAST_GRACE_S), _MOST_GRACE_S)
         allowed_s = (1 if self._part in BOUNDED else _PARTS) * self._limit_s + grace_s
         if self._part and not self.note and time.monotonic() > self._since_s + allowed_s:
@@ -106,12 +105,12 @@ class ProvingProcess:
             self.error = error or RankCrashed(f"{words}{self._hint}", ranks=(), positions=())
 
     def close(self) -> None:
-        """End it, at once when it is at work."""
+        """End the worker, at once if it proves a case."""
         self.worker.close(0.0 if self.asked else _LEAVE_S)
 
 
 def serve(connection: Connection, request: Request, proving: Proving) -> None:
-    """Prove the cases of a request that come until the first process has ended."""
+    """Receive and prove cases of a request until the connection closes."""
     with suppress(EOFError, OSError), proving(request, connection.send) as prove_case:
         for number in itertools.count():
             case = connection.recv()
@@ -124,7 +123,7 @@ def serve(connection: Connection, request: Request, proving: Proving) -> None:
                 answer = RuntimeError(f"{type(problem).__name__}: {problem}\n{traceback.format_exc()}")
             connection.send(answer)
             if not number:
-                gc.freeze()  # what is loaded now stays: collections between cases need not look through it
+                gc.freeze()  # garbage collections between cases need not search what is loaded now
 
 
 @dataclass(kw_only=True)
@@ -132,7 +131,7 @@ class Sharing:
     """The cases of a run and the processes that prove them.
 
     `keep` gets the results in the order of the cases, and says whether to go on. `ended` makes the result of a case
-    that ended its process. `start` starts a process in the place of one that has ended, None where it cannot.
+    that ended its process. `start` starts a process in place of one that has ended; None if it cannot.
     """
 
     cases: Sequence[CaseLike]
@@ -147,10 +146,10 @@ class Sharing:
     _idle_ends: int = 0
 
     def prove_all(self, together: Sequence[Sequence[int]], meanwhile: Callable[[], object]) -> None:
-        """Prove every case, or those until `keep` says that it is enough.
+        """Prove every case, or those until `keep` returns False.
 
-        `together`: the numbers of all cases in groups, each of which one process proves. `meanwhile` is called once the
-        first are in work. When something is raised here, what all have finished is kept before it is raised further.
+        `together`: the numbers of all cases in groups, each for one process. `meanwhile` is called once while the first
+        cases are proved. If something raises here, the finished cases are kept before it is raised further.
         """
         self._waiting = deque(map(deque, together))
         kept = 0
@@ -179,7 +178,7 @@ class Sharing:
                     process.ask(number, self.cases[number])
 
     def _collect(self) -> None:
-        """Take what the processes have finished; wait for it a moment."""
+        """Receive what the processes have finished, waiting for a moment."""
         answers = self._receive(_LISTEN_S)
         for process in list(self.processes):
             process.end_if_late()
@@ -191,7 +190,7 @@ class Sharing:
             self._replace(process)
 
     def _receive(self, limit_s: float) -> list[Answer]:
-        """The answers that have come, waited for at most so long; cases that are finished are kept."""
+        """The answers that come within this time. Finished cases are kept."""
         answers: dict[int, Answer] = {}
         while working := {each.worker: each for each in self.processes if each.asked and not each.note}:
             came = list(receive(working, limit_s))
@@ -204,7 +203,9 @@ class Sharing:
         return [*answers.values()]
 
     def _replace(self, process: ProvingProcess) -> None:
-        """Replace a process that has ended: report the case that it was proving, and give the others to another one."""
+        """Replace a process that has ended: report the case that it was proving, and give its other cases to another
+        one.
+        """
         self.processes.remove(process)
         process.close()
         lost = deque(process.asked)
@@ -222,21 +223,21 @@ class Sharing:
             raise MachineError(f"{process.note}, and no other one can be started", ranks=(), positions=())
 
     def _once_more(self, number: int, error: ShardproofError) -> bool:
-        """Whether a case is tried once more: killed from outside, mostly because all processes filled the memory."""
+        """Whether a case is tried once more: its process was killed from outside, mostly because memory ran out."""
         again = isinstance(error, RankDied) and number not in self._killed
         self._killed.add(number)
         return again
 
 
 def together(cases: Sequence[CaseLike]) -> list[list[int]]:
-    """The numbers of the cases, those in one list that must be proved together.
+    """The numbers of the cases, in groups that one process must prove.
 
-    Such are one case to the dense model, or one loads what another one before it saves.
+    The cases of a group have the same dense model, or one loads what another one saved before.
     """
     groups: dict[CaseLike, list[int]] = {}
     saving: dict[str, CaseLike] = {}
     for number, case in enumerate(cases):
-        own: CaseLike = case if in_own_words(case) else dense_model().alike(case)  # each plain case for itself
+        own: CaseLike = case if in_own_words(case) else dense_model().alike(case)  # plain cases are groups of one
         alike = saving.get(folder_of(case, "load"), own)
         groups.setdefault(alike, []).append(number)
         saving |= {word: alike for word in [folder_of(case, "save")] if word}
@@ -244,9 +245,9 @@ def together(cases: Sequence[CaseLike]) -> list[list[int]]:
 
 
 def arrange_cases(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
-    """The cases, those `together` that belong so, the most ranks and steps first.
+    """The cases with the most ranks and steps first, those of a group side by side.
 
-    Two processes that take such groups in turn then end at nearly the same time.
+    Two processes that take groups in turn then end at nearly the same time.
     """
     work = [case.world_size * case.steps for case in cases]
     groups = sorted(together(cases), key=lambda group: -sum(work[number] for number in group))

@@ -34,15 +34,15 @@ from shardproof.harness.torch_internals.lookup import untested_note
 from shardproof.harness.verdicts.verdict import Verdict, plain
 
 LARGEST_LEDGER = 50_000_000
-"""Bytes of ledger.csv above which it is packed."""
+"""The size of ledger.csv above which it is compressed."""
 STOPPED = "interrupted in the search for the words that failures need: their lines `when:` are missing"
 
 
 class Store:
-    """An open run folder. Raises RequestError, naming the path and the reason, when it cannot be written."""
+    """An open run folder. Raises RequestError with the path and the reason if it cannot be written."""
 
     def __init__(self, out: Path, subject: str, environment: Mapping[str, object]) -> None:
-        """Make the folder with its empty tables; `notes` says what could not be done, such as the link."""
+        """Make the folder with its empty tables; `notes` says what was not possible, such as the link."""
         self.notes: list[str] = []
         self.path = new_run_folder(out, subject)
         with guard_writing(out):
@@ -55,7 +55,7 @@ class Store:
         self.notes += filter(None, [link_latest(self.path)])
 
     def plan(self, cases: Iterable[Mapping[str, object]]) -> None:
-        """Write down all cases that this run is going to prove: objects with at least case, mode, world_size."""
+        """Store all cases that this run is going to prove: objects with at least case, mode, world_size."""
         with guard_writing(self.path):
             self._append("cases.jsonl", "".join(json.dumps(plain(case)) + "\n" for case in cases))
 
@@ -81,7 +81,7 @@ class Store:
             self._append("verdicts.jsonl", _rows(verdicts))
 
     def add_when(self, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
-        """Append what experiments found about failed checks, by the text of their case: rows without a verdict."""
+        """Append what experiments found about failed checks, by the text of their case, as rows without a verdict."""
         rows = (
             {"case": one.case, "check": one.check, "when": plain(one.failure.when)}
             for own in verdicts.values()
@@ -92,14 +92,14 @@ class Store:
             self._append("verdicts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def extend(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Append rows to a table that not every run has; its first rows make the file."""
+        """Append rows to a table that only some runs have. The first rows create the file."""
         with guard_writing(self.path):
             if not (self.path / name).exists():
                 self._append(name, csv_text([columns]))
             self._append(name, csv_text(rows))
 
     def attach(self, folder: str, case: str, text: str) -> str:
-        """Store a text about a case in a file of its own; returns its place in the run folder."""
+        """Store a text about a case in a file of its own. Returns its path in the run folder."""
         place = Path(folder) / file_of(case, "txt")
         with guard_writing(self.path):
             (self.path / folder).mkdir(exist_ok=True)
@@ -107,7 +107,7 @@ class Store:
         return place.as_posix()
 
     def close(self) -> None:
-        """Pack a large ledger; until then the folder is readable without it."""
+        """Compress a large ledger. Without this call the folder is readable too."""
         ledger = self.path / "ledger.csv"
         with guard_writing(self.path):
             if ledger.stat().st_size > LARGEST_LEDGER:
@@ -119,13 +119,13 @@ class Store:
                 ledger.unlink()
 
     def _append(self, name: str, text: str) -> None:
-        # Opened for every write: nothing stays in a buffer that a kill could take along.
+        # Opened for every write, so that no kill loses what is in a buffer.
         with (self.path / name).open("a", encoding="utf-8", newline="") as file:
             file.write(text)
 
 
 def file_of(case: str, ending: str) -> str:
-    """The file of a case: its text as far as it can stand in a name, and a digest where texts look alike."""
+    """The file of a case, named by as much of its text as a name may hold, and a digest if texts look alike."""
     return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
 
 
@@ -141,7 +141,7 @@ _GIT_S = 5.0
 def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[str, object]:
     """A JSON object: command, request, start time, versions of the packages that matter, machine.
 
-    `note` is there when this version of torch was not tested, `commit` where the working directory is in a repository.
+    It has `note` if this version of torch was not tested, and `commit` if the working directory is in a repository.
     """
     note, commit = untested_note(torch.__version__), _commit()
     versions = {"python": platform.python_version()}
@@ -166,7 +166,7 @@ def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[s
 
 
 def _commit() -> str:
-    """The commit of the working directory's repository, "" without one."""
+    """The commit of the working directory's repository, or ""."""
     words = ["git", "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_GIT_S, check=True)

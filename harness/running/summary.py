@@ -1,9 +1,9 @@
-"""The ledger of one case summed up beside its expectation: calls and bytes of one rank by phase, op and axis.
+"""The ledger of one case, summed up beside its expectation: calls and bytes of one rank by phase, op and axis.
 
-A row holds the maximum over ranks; its `min_*` fields hold the minimum when ranks differ and are None otherwise.
-`ranks_apart` counts the ranks whose calls or bytes are not those expected of that rank. All counts are over the whole
-run of the case; payload and wire in bytes. `expected_*` and `ranks_apart` are None without an expectation, and where
-its terms leave out what the row needs.
+A row holds the maximum over ranks; its `min_*` fields hold the minimum if ranks differ, else None. `ranks_apart` is the
+number of ranks whose calls or bytes differ from those expected of them. All counts are over the whole run of the case;
+payload and wire in bytes. `expected_*` and `ranks_apart` are None without an expectation, and if its terms do not state
+what the row needs.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ SUMMARY_COLUMNS = (
     *(f"min_{name}" for name in COUNTS),
     "ranks_apart",
 )
-"""Columns of `summary.csv`; the `min_` ones are empty where ranks do not differ."""
+"""Columns of `summary.csv`; the `min_` ones are empty if ranks do not differ."""
 
 _Key = tuple[str, str, str, int]
 """phase, op, axis, group size."""
@@ -33,7 +33,7 @@ _KEY = attrgetter("phase", "op", "axis", "group_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRow:
-    """Row of `summary.csv`, and of nothing else."""
+    """A row of `summary.csv`."""
 
     case: str
     mode: str
@@ -63,7 +63,8 @@ def summarize(
 ) -> list[SummaryRow]:
     """The rows of one case, in the order of phases and ops; `ran` are the ranks that were run, if not all were.
 
-    The expectation is that of the rank with most of it; `axes` are the case's, for terms that hold at some alone.
+    The expectation is that of the rank with the largest. `axes` are the case's, for terms that hold at some coordinates
+    alone.
     """
     places = {rank: place for place, rank in enumerate(ran or range(world_size))}
     counts: dict[_Key, list[list[int]]] = {}
@@ -89,16 +90,16 @@ def summarize(
 
 
 def _of_known(pick: Callable[[list[int]], int], numbers: Sequence[int | None]) -> int | None:
-    """The sum, or the largest, of these numbers; None when one of them is not known."""
+    """The sum, or the largest, of these numbers; None if one of them is not known."""
     known = [number for number in numbers if number is not None]
     return pick(known) if len(known) == len(numbers) else None
 
 
 def _expected_traffic(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | None, int | None]:
-    """Calls and bytes that a row must have; None for what cannot be known from its terms.
+    """The calls and bytes that a row must have; None for those that do not follow from its terms.
 
-    Terms that state the same fields count different events, so they add up; others may count the same events twice.
-    `alone`: no other row has its phase, op and axis, so that terms need not state the size of the group.
+    Terms that state the same fields count different events, so they add up; others may count an event twice. `alone`:
+    no other row has its phase, op and axis, so terms need not state the size of the group.
     """
     own = [term for term in terms if all(mine in (None, its) for mine, its in zip(_KEY(term), key, strict=True))]
     fields = {tuple(name for name in term.stated if name in FIELDS) for term in own}
@@ -118,7 +119,9 @@ def _row(
     by_rank: Sequence[Sequence[int]],
     stated: Sequence[tuple[int | None, int | None]] | None,
 ) -> SummaryRow:
-    """Row of calls, payload and wire bytes by rank beside the calls and payload bytes stated for each."""
+    """A row of calls, payload and wire bytes by rank, beside the calls and payload bytes that are
+    stated for each rank.
+    """
     phase, op, axis, group_size = key
     most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
     calls, size = (None, None) if stated is None else (_of_known(max, numbers) for numbers in zip(*stated, strict=True))

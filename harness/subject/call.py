@@ -1,6 +1,6 @@
-"""The subject itself: found by its name or as it is, called on a rank; its answers about itself.
+"""The subject itself: found by its name or given as an object, called on a rank; and its answers about itself.
 
-Then its statements: the closed form of its ledger, rank lists of its own rank order, initial values.
+These are the closed form of its ledger, rank lists of its own rank order, and initial values.
 """
 
 import sys
@@ -24,7 +24,7 @@ LEFT = "left with status 0 (sys.exit) and returned nothing"
 
 
 class Unanswered(RequestError):
-    """The subject's own words about itself failed; the message is one sentence."""
+    """The subject's own code about itself failed; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class NamedSubject:
 
     @property
     def sent(self) -> str | Subject:
-        """Form of the subject for another process: the address, else the object itself."""
+        """The subject as another process gets it: the address, else the object itself."""
         return self.address or self.call
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -50,7 +50,7 @@ class NamedSubject:
 def resolve_subject(subject: str | Subject | NamedSubject, truth: str = "") -> NamedSubject:
     """The subject of this address, or this object under the name that resolves to it; `truth` as in NamedSubject.
 
-    Raises RequestError when there is none, or when it cannot be called.
+    Raises RequestError if there is none, or if it cannot be called.
     """
     if isinstance(subject, NamedSubject):
         return subject
@@ -70,7 +70,9 @@ def _name_of(subject: object) -> str:
 
 
 def call_subject(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[str, Value]:
-    """Outcome of the subject on this rank. Raises SystemExit with words for an end with status 0: no outcome."""
+    """The outcome of the subject on this rank. Raises SystemExit with a text if it exits with
+    status 0 and no outcome.
+    """
     try:
         return subject(case, device)
     except SystemExit as end:
@@ -81,9 +83,9 @@ def call_subject(subject: Subject, case: CaseLike, device: "torch.device") -> Ma
 
 @contextmanager
 def ask_subject(question: str) -> Iterator[None]:
-    """A context, or a decorator, of code that puts this question to the subject.
+    """A context, or a decorator, of code that asks the subject this question.
 
-    Raises Unanswered for whatever its code raises, sys.exit too, and MachineError as it is: its time was over.
+    Raises Unanswered for whatever its code raises, sys.exit too, and MachineError unchanged: its time was over.
     """
     try:
         yield
@@ -94,7 +96,9 @@ def ask_subject(question: str) -> Iterator[None]:
 
 
 def answer_question(question: str, ask: Callable[[], T]) -> T:
-    """Result of `ask`, a question to the subject. Raises Unanswered for what its code raises (see `ask_subject`)."""
+    """The result of `ask`, a question to the subject. Raises Unanswered for what its code raises
+    (see `ask_subject`).
+    """
     with ask_subject(question):
         return ask()
 
@@ -110,9 +114,9 @@ def _where(problem: BaseException) -> str:
 
 @contextmanager
 def session(subject: Subject) -> Iterator[None]:
-    """The context of `subject.session()`, in which its ranks and its truth run; without it nothing.
+    """The context of `subject.session()`, in which its ranks and its truth run; without it an empty one.
 
-    Raises Unanswered when it cannot be entered or left.
+    Raises Unanswered if it cannot be entered or left.
     """
     make: Callable[[], AbstractContextManager[object]] | None = getattr(subject, "session", None)
     with ExitStack() as stack:
@@ -122,7 +126,7 @@ def session(subject: Subject) -> Iterator[None]:
 
 
 def offers(subject: Subject, attribute: str) -> bool:
-    """Whether the subject has this attribute, which fails where it is used if it raises when read."""
+    """Whether the subject has this attribute. If reading it raises, the error comes where it is used."""
     try:
         return getattr(subject, attribute, None) is not None
     except Exception:
@@ -130,7 +134,7 @@ def offers(subject: Subject, attribute: str) -> bool:
 
 
 def words_of(subject: NamedSubject, attribute: str, legal: str) -> tuple[str, ...] | None:
-    """The words of this attribute, None without it. Raises RequestError for what is no tuple of words."""
+    """The words of this attribute, None without it. Raises RequestError for anything but a tuple of words."""
     words = answer_question(attribute, lambda: getattr(subject.call, attribute, None))
     if words is None:
         return None
@@ -145,7 +149,7 @@ _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
 
 @ask_subject("expected")
 def state_terms(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
-    """The subject's closed form of this case, None when it states none. Raises Unanswered when it cannot be read."""
+    """The subject's closed form of this case, None if it states none. Raises Unanswered if it cannot be read."""
     expected: Callable[[CaseLike], object] | None = getattr(subject, "expected", None)
     found = None if expected is None else expected(case)
     if found is None:
@@ -153,15 +157,15 @@ def state_terms(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     every: tuple[object, ...] = tuple(found)  # type: ignore[arg-type]
     terms = tuple(term if isinstance(term, Term) else _complete(term) for term in every)
     if any(term.at for term in terms):
-        closed_forms(terms, (0,), named_axes(case, subject))  # raises for an axis that is none of the case's
+        closed_forms(terms, (0,), named_axes(case, subject))  # raises for an axis that the case does not have
     return terms
 
 
 @ask_subject("deviations")
 def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
-    """The standard deviation of initial values by parameter, 0 for a constant; none where the subject states none.
+    """The standard deviation of initial values by parameter, 0 for a constant; empty if the subject states none.
 
-    Raises Unanswered when they cannot be read, a TypeError included.
+    Raises Unanswered if they cannot be read, also in place of a TypeError.
     """
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "deviations", None)
     by_name = {} if stating is None else stating(case)
@@ -171,7 +175,7 @@ def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
 
 
 def _complete(term: object) -> Term:
-    """A term of another type, which may leave nothing out. Raises TypeError when it does."""
+    """A term of another class, whose fields must all be stated. Raises TypeError if one is not."""
     for field, kind in _TERM.items():
         if not isinstance(getattr(term, field, None), kind):
             what = f"{type(term).__name__} has no {field} of type {kind.__name__}, so it is no term"
@@ -182,7 +186,7 @@ def _complete(term: object) -> Term:
 
 @ask_subject("axes")
 def orders(case: CaseLike, subject: Subject) -> Axes:
-    """The rank lists that the subject states for axes of its own rank order, none when it states none.
+    """The rank lists that the subject states for axes of its own rank order, empty if it states none.
 
     Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once, and in place of a
     TypeError.
@@ -197,15 +201,15 @@ def orders(case: CaseLike, subject: Subject) -> Axes:
 
 
 def named_axes(case: CaseLike, subject: Subject) -> Axes:
-    """By what groups of a run are named: the case's axes, and the subject's own where it states them as it must."""
+    """The axes by which groups of a run are named: the case's, and the subject's own if these are valid."""
     try:
         return {**case.axes, **orders(case, subject)}
-    except Unanswered:  # the check of groups says so
+    except Unanswered:  # the check of groups reports it
         return case.axes
 
 
 def _lists(axis: str, rank_lists: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
-    """The rank lists of one axis; raises ValueError unless they hold every rank once, in groups of the case's size."""
+    """The rank lists of one axis. Raises ValueError unless they hold every rank once, in groups of the case's size."""
     own, world = case.axes.get(axis, ()), list(range(case.world_size))
     legal = own or (tuple(world),)
     try:

@@ -1,7 +1,7 @@
 """What a subject claims: its words, cases and modes, what it refuses, and differences that it states.
 
-Stated differences are lower dtypes in which it computes or sends, and known deviations. It may also state names that
-it leaves out on purpose, and modules whose state its ranks cannot share.
+Stated differences are lower dtypes in which it computes or sends, and deviations by design. It may also state names
+that it leaves out on purpose, and modules whose state its ranks cannot share.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ from shardproof.harness.subject.call import (
 def vocabulary(subject: NamedSubject) -> Vocabulary | None:
     """The words of the subject's own cases, from its attribute `words`; None for cases of our decoder.
 
-    Raises Unanswered when `words` cannot be read.
+    Raises Unanswered if `words` cannot be read.
     """
     own = getattr(subject.call, "words", None)
     if own is None:
@@ -37,7 +37,7 @@ def vocabulary(subject: NamedSubject) -> Vocabulary | None:
 
 
 def case_of(text: str, subject: NamedSubject) -> CaseLike:
-    """The case of this text as this subject reads it. Raises RequestError when it is none."""
+    """The case of this text as this subject reads it. Raises RequestError for any other text."""
     own = vocabulary(subject)
     if own is None:
         case: CaseLike = read_case(text)
@@ -49,7 +49,7 @@ def case_of(text: str, subject: NamedSubject) -> CaseLike:
 
 
 def cases_of(texts: Iterable[str], subject: NamedSubject) -> tuple[CaseLike, ...]:
-    """The cases of these texts, each once. Raises RequestError for the first text that is no case."""
+    """The cases of these texts, without repeats. Raises RequestError for the first text that is no case."""
     cases = [case_of(text, subject) for text in texts]
     return tuple({str(case): case for case in cases}.values())
 
@@ -69,8 +69,8 @@ def own_cases(subject: NamedSubject) -> tuple[CaseLike, ...] | None:
 def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ...]]:
     """Every word of a case that has several values, with these, the plainest first.
 
-    A number of a subject's own words has the values of its default and of the cases that the subject names. Of an axis
-    and of steps and micro-batches 1 is the plainest. A word with legal values has these alone.
+    A number of a subject's own words has the values of its default and of the cases that the subject names. For axes,
+    steps and micro-batches 1 is the plainest value. A word with legal values has these alone.
     """
     if not in_own_words(case):
         return dict(dense_model().domains())
@@ -104,7 +104,7 @@ class ClaimedModes:
     own: bool = False
 
     def choose_modes(self, text: str) -> tuple[str, ...]:
-        """Modes that an option names, comma separated, or "all". Raises RequestError for any other."""
+        """The modes that an option names, separated by commas, or "all". Raises RequestError for any other text."""
         if text == "all":
             return self.modes
         if not self.own:
@@ -117,7 +117,7 @@ class ClaimedModes:
 
 
 def own_refusal(case: CaseLike, subject: NamedSubject) -> str:
-    """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
+    """Why the subject does not take this case, "" if it does. Raises RequestError if its own code fails."""
     modes = claimed_modes(subject)
     if modes is not None and case.mode not in modes:
         return f"{subject.name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
@@ -128,13 +128,13 @@ def own_refusal(case: CaseLike, subject: NamedSubject) -> str:
 
 
 def claims(subject: NamedSubject) -> ClaimedModes:
-    """Modes of this subject; all when it claims none, those of its own cases when these are in its own words.
+    """The modes of this subject; all if it claims none, those of its own cases if these are in its own words.
 
-    Raises RequestError for what is no tuple of words, or when no case can have any of them.
+    Raises RequestError for anything but a tuple of words, or if no case can have any of them.
     """
     if vocabulary(subject) is not None:
         own = own_cases(subject)
-        if own is None:  # nobody else knows which of its words to run
+        if own is None:  # only the subject knows which of its words to run
             rule = "has words of its own, so a case must be given, or named in its attribute cases"
             raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
         return ClaimedModes(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
@@ -151,26 +151,26 @@ def claims(subject: NamedSubject) -> ClaimedModes:
 
 
 def claimed_modes(subject: NamedSubject) -> tuple[str, ...] | None:
-    """The words of the attribute `modes`, None without it. Raises RequestError for what is no tuple of words."""
+    """The words of the attribute `modes`, None without it. Raises RequestError for anything but a tuple of words."""
     return words_of(subject, "modes", "('tp',)")
 
 
 def left_out(subject: NamedSubject) -> tuple[str, ...]:
-    """The patterns of names in the attribute `unchecked`, () without it. Raises RequestError for what is no tuple of
-    words.
+    """The patterns of names in the attribute `unchecked`, () without it. Raises RequestError for anything but a tuple
+    of words.
     """
     return words_of(subject, "unchecked", "('grad/*.bias',)") or ()
 
 
 def kept_per_rank(subject: Subject) -> tuple[str, ...]:
-    """The modules in the attribute `per_rank`, () without it. Raises RequestError for what is no tuple of words."""
+    """The modules in the attribute `per_rank`, () without it. Raises RequestError for anything but a tuple of words."""
     if not offers(subject, "per_rank"):
         return ()
     return words_of(resolve_subject(subject), "per_rank", "('megatron.core.parallel_state',)") or ()
 
 
 LOWER = ("compute_dtype", "wire_dtype")
-"""The attributes that state a dtype: of matrix products, and of what travels between ranks."""
+"""The attributes that state a dtype: of matrix products, and of what ranks send."""
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the finest to the coarsest."""
 
@@ -230,11 +230,11 @@ class Deviation:
 
     @classmethod
     def read(cls, stated: object) -> "Deviation | None":
-        """The deviation that a subject states: a sentence, or a sentence and a truth. None for anything else."""
+        """The deviation that a subject states: a sentence, or a sentence and a truth. None for any other value."""
         sentence, truth = stated if isinstance(stated, tuple) and len(stated) == 2 else (stated, None)
         if not isinstance(sentence, str) or not sentence.strip() or not (truth is None or callable(truth)):
             return None
-        return cls(" ".join(sentence.replace(";", ",").split()), truth)  # "; " stands between the parts of a list
+        return cls(" ".join(sentence.replace(";", ",").split()), truth)  # "; " separates the parts of a list
 
 
 def _of_case(stated: Any, case: CaseLike) -> Any:

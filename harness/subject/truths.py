@@ -21,7 +21,7 @@ from shardproof.harness.subject.call import NamedSubject, answer_question, offer
 from shardproof.harness.subject.claims import own_refusal, stated_deviations, vocabulary
 
 ALONE: Final = "alone"
-"""The truth of a subject that is compared with itself, on one rank."""
+"""The truth of a subject that is compared with itself on one rank."""
 DenseFunction = Callable[..., Mapping[str, Value]]
 """(case, device) -> outcome, in one process."""
 _LEGAL = "legal: --truth MODULE:OBJECT"
@@ -39,7 +39,7 @@ class OnRanks:
     itself: bool = False
 
     def case_of(self, case: CaseLike) -> CaseLike:
-        """Its case beside this one. Raises RequestError where it has none."""
+        """Its case for this one. Raises RequestError if there is none."""
         if not in_own_words(case) or self.itself:
             return one_rank(case, self.subject)
         made, why = self._made(case)
@@ -48,7 +48,7 @@ class OnRanks:
         return made
 
     def refusal(self, case: CaseLike) -> str:
-        """Why it has no case beside this one, "" when it has. Raises RequestError for words that no case can have."""
+        """Why it has no case for this one, "" if it has. Raises RequestError for words that no case can have."""
         return self._made(case)[1] if in_own_words(case) and not self.itself else ""
 
     def _made(self, case: PlainCase) -> tuple[PlainCase, str]:
@@ -81,9 +81,9 @@ class OnRanks:
 
 
 def refusal(case: CaseLike, subject: NamedSubject) -> str:
-    """Why the subject, or the subject that is its truth, does not take this case; "" when both do.
+    """Why the subject, or the subject that is its truth, does not take this case; "" if both do.
 
-    Raises RequestError when their own words fail.
+    Raises RequestError if their own code fails.
     """
     if why := own_refusal(case, subject):
         return why
@@ -94,10 +94,10 @@ def refusal(case: CaseLike, subject: NamedSubject) -> str:
 def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
     """The case on one rank, with the micro-batches of all data ranks in sequence.
 
-    Raises RequestError where no such case can be.
+    Raises RequestError if there can be no such case.
     """
     micro = case.micro * getattr(case, "dp", 1)
-    split = (axis for axis in ("wp", *EXPERT_AXES) if getattr(case, axis, 1) > 1)  # etp=0 is as many as tp
+    split = (axis for axis in ("wp", *EXPERT_AXES) if getattr(case, axis, 1) > 1)  # with etp=0 it is tp
     try:
         return case.but(**dict.fromkeys((*AXES, *split), 1), micro=micro)
     except ValueError as problem:
@@ -106,10 +106,10 @@ def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
 
 
 def truth_of(subject: NamedSubject) -> DenseFunction | OnRanks | None:
-    """The truth that was requested (--truth) or that is the subject's attribute `truth`.
+    """The truth that was requested (--truth), or the subject's attribute `truth`.
 
-    None: the decoder of `reference`. Raises RequestError for what is neither, and for a subject of own words without
-    one.
+    None: the decoder of `reference`. Raises RequestError for any other value, and for a subject with words of its own
+    and without a truth.
     """
     stated: Any = subject.truth or answer_question("truth", lambda: getattr(subject.call, "truth", None))
     if stated is None and vocabulary(subject) is not None:
@@ -139,7 +139,7 @@ def _with_deviations(dense: DenseFunction, subject: NamedSubject) -> DenseFuncti
 
     @functools.wraps(dense)
     def apply_deviations(case: CaseLike, device: Any, **given: Any) -> Mapping[str, Value]:
-        """The tensors of stated deviations as their own truths have them."""
+        """The tensors of stated deviations, from the truths that apply these."""
         outcome = dict(dense(case, device, **given))
         for pattern, deviation in stated_deviations(case, subject).items():
             if deviation.truth is not None:

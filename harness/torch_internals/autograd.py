@@ -52,7 +52,7 @@ def nodes_of(output: object, levels: int = 3) -> Iterator[Any]:
 def when_backward_ends(then: Callable[[], None]) -> None:
     """Call `then` when the backward that runs in this thread has ended. Uses Variable._execution_engine.
 
-    Where it is missing, nothing is called: an nvtx range of backward then ends with what follows it.
+    If that is missing, nothing is called: an nvtx range of backward then ends with what follows it.
     """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is not None:
@@ -63,7 +63,7 @@ def when_backward_ends(then: Callable[[], None]) -> None:
 def called_by(caller: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Within it every module is called by `caller(torch's own way to call it)`. Uses nn.Module._call_impl.
 
-    Raises RuntimeError when something else has wrapped the calls meanwhile and was not removed first.
+    Raises RuntimeError when something else has wrapped the calls in the meantime and was not removed first.
     """
     original = nn.Module._call_impl
     wrapped = caller(original)
@@ -78,11 +78,12 @@ def called_by(caller: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ite
 
 @contextmanager
 def allow_disabled_hooks(own: Callable[[], graph.saved_tensors_hooks | None]) -> Iterator[None]:
-    """Within it, hooks on saved tensors may be disabled under those that `own` returns, as transforms of torch.func do.
+    """Within it, transforms of torch.func may disable hooks on saved tensors if all those in force are ones that `own`
+    returns.
 
-    They refuse to begin under any hooks; under hooks of the program's own they still do. Uses
+    They refuse to begin under any hooks; under the program's own hooks they still do. Uses
     torch._C._autograd._saved_tensors_hooks_disable, through which torch.compile does it too, and
-    _top_saved_tensors_default_hooks; where they are missing, torch's refusal stands.
+    _top_saved_tensors_default_hooks; if they are missing, torch's refusal stands.
     """
     bindings = getattr(torch._C, "_autograd", None)
     disable: Any = getattr(bindings, _DISABLE, None)
@@ -101,15 +102,15 @@ def allow_disabled_hooks(own: Callable[[], graph.saved_tensors_hooks | None]) ->
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks of its own run before or after this module's forward, as plans of DTensor and FSDP2 put there.
+    """Whether hooks run before or after this module's forward, as plans of DTensor and FSDP2 install them.
 
-    Uses nn.Module._forward_hooks and _forward_pre_hooks; where they are missing, a module is taken to have some.
+    Uses nn.Module._forward_hooks and _forward_pre_hooks; if they are missing, a module is taken to have some.
     """
     return bool(getattr(module, "_forward_hooks", True) or getattr(module, "_forward_pre_hooks", True))
 
 
 def defined_in(function: Any) -> CodeType:
-    """The code of the function that a function defines and returns."""
+    """The code of the inner function that a function defines and returns."""
     return next(constant for constant in function.__code__.co_consts if isinstance(constant, CodeType))
 
 
@@ -126,8 +127,8 @@ _APPLY: CodeType | None = getattr(_apply, "__code__", None)
 def function_context(frame: FrameType, inner: FrameType | None) -> tuple[bool, Any]:
     """Whether an autograd Function's forward runs here, and its context (None for one without).
 
-    `inner` is the frame that `frame` has called, None for the innermost. Uses Function.apply's code; where it is
-    native, the forward is known by being some Function's.
+    `inner` is the frame that `frame` has called, None for the innermost. Uses Function.apply's code; where that is
+    native, a frame counts if it is the forward of some Function.
     """
     if _APPLY is not None:
         if frame.f_code is not _APPLY or inner is None or not inner.f_code.co_varnames:
@@ -137,7 +138,7 @@ def function_context(frame: FrameType, inner: FrameType | None) -> tuple[bool, A
     if owner is None:
         return False, None
     context = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
-    # A forward that takes a context and was given none was called by hand: gradients are as around it.
+    # a forward that takes a context but got none was called by hand: gradients are those of the code around it
     by_hand = owner.setup_context is Function.setup_context and not isinstance(context, FunctionCtx)
     return not by_hand, context
 
@@ -164,16 +165,16 @@ _unversioned: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", 
 
 @contextmanager
 def without_version(tensors: tuple[Tensor, ...]) -> Iterator[None]:
-    """Writes to these tensors do not count as changes. Uses torch.autograd._unsafe_preserve_version_counter.
+    """Within it, writes to these tensors do not count as changes. Uses torch.autograd._unsafe_preserve_version_counter.
 
-    Where it is missing they count, and autograd may refuse a tensor that a fault of shardproof's own has overwritten.
+    If that is missing they count, and autograd may refuse a tensor that a fault of shardproof's own has overwritten.
     """
     with contextlib.nullcontext() if _unversioned is None else _unversioned(tensors):
         yield
 
 
 _LARGE_BYTES = 2**27
-"""Of the tensors of a case beside which other memory no longer matters."""
+"""The size of a case's tensors beside which other memory does not matter."""
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
@@ -184,22 +185,23 @@ def numbers_of(tensor: Tensor) -> Tensor:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that tensors of one storage share for as long as it lives; addresses of meta tensors are all 0.
+    """A number that identifies a storage while it lives, equal for all its tensors. Addresses of meta tensors are all
+    0.
 
-    Uses UntypedStorage._cdata, else the identity of the storage's object, which Python keeps while that lives. Tensors
-    of MKLDNN show no storage: theirs is the tensor's identity.
+    Uses UntypedStorage._cdata, otherwise the identity of the storage's object, which Python keeps while that lives.
+    Tensors of MKLDNN show no storage: theirs is the tensor's identity.
     """
     storage: Any = tensor if tensor.is_mkldnn else numbers_of(tensor).untyped_storage()
     return int(getattr(storage, "_cdata", id(storage)))
 
 
 def generator_address(generator: torch.Generator) -> int | None:
-    """Where the C++ object of a generator lies. Uses Generator._cdata; None where it is missing."""
+    """The address of a generator's C++ object. Uses Generator._cdata; None if that is missing."""
     return getattr(generator, "_cdata", None)
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """Free what a run has left, and give it back to the system, where such tensors are still held that it counts."""
+    """Free what a run has left, and return it to the system, if it is enough to matter."""
     if sum(tensor.nbytes for tensor in tensors) > _LARGE_BYTES:
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):  # no glibc here

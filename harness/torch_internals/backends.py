@@ -34,7 +34,7 @@ from shardproof.harness.torch_internals.lookup import find_name, lacking_error, 
 
 _internals: Any = torch._C._distributed_c10d
 _WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "get_future_result")
-"""The methods of a work by which a program waits for it, or takes what it will wait for."""
+"""The methods of a work by which a program waits for it, or gets something to wait for."""
 
 
 def fake_store() -> Any:
@@ -89,7 +89,7 @@ def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def _tell_waits(kind: Any, names: Iterable[str], waited_for: Callable[[int], None]) -> Iterator[None]:
-    """Within it these methods of a class of works, as far as it has them, call `waited_for(id of the work)` first."""
+    """Within it these methods of a class of works, if it has them, call `waited_for(id of the work)` first."""
 
     def wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **words: Any) -> Any:
@@ -129,7 +129,7 @@ def flight_record() -> list[Mapping[str, Any]]:
 
 _aten: Any = torch.ops.aten
 FUSED_UNLIKE: Any = getattr(_aten, "_scaled_dot_product_efficient_attention", None)
-"""The same for values of another width; torch's registry has its FLOPs."""
+"""The operator for values of another width than keys; torch's registry has its FLOPs."""
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""torch's compiler left unloaded where nothing is compiled, and kept from compiling this package where it is loaded.
+"""Keeps torch's compiler unloaded if nothing is compiled, and from compiling this package if it is loaded.
 
-The first optimizer or checkpoint would load it, in a second. Both mark for it what is not to be compiled. Until
-something else loads it (torch.compile) they are called without these marks, then as torch has them.
+The first optimizer or checkpoint would load it, which takes a second: both mark for it what is not to be compiled.
+Until something else loads it (torch.compile) they are called without these marks, and then as torch has them.
 
 torch calls back into this package from compiled code: groups and works, hooks, kernels, worlds. The compiler would
-start at these frames too: they are none of the program's, and it does not know the objects in them.
+start at these frames too. They are not the program's, and it does not know the objects in them.
 """
 
 import contextlib
@@ -25,17 +25,19 @@ _INSTEAD = "__dynamo_disable"
 _STEP = "_use_grad"
 """The name of the function that torch wraps around the step of its optimizers."""
 _OURS = __name__.partition("torch_internals")[0]
-"""The beginning of the names of modules that torch calls back, and of what these call."""
+"""Beginnings of the names of modules that torch calls back, and of modules that these call."""
 _SHARED = 1024
 """Ranks and runs of a process that may compile a function each for themselves."""
 _COMPILERS = "/torch/_dynamo/", "/torch/_inductor/"
 _CALLERS = "/eval_frame.py", "/external_utils.py", "/decorators.py", "/output_code.py", "/utils.py", "/runtime/"
 _FUNCTIONS = FunctionType, staticmethod, classmethod, type(functools.cache(len))
-"""Kinds of functions; all but the first are around another one, their `__wrapped__`."""
+"""Kinds of functions. All but the first wrap another one, their `__wrapped__`."""
 
 
 class _Unloaded:
-    """Names of a compiler that torch.utils.checkpoint reads with nothing to compile; any other loads the compiler."""
+    """The names of the compiler that torch.utils.checkpoint reads if nothing is compiled; any other name loads the
+    compiler.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name in _FOR_CHECKPOINTS and sys._getframe(1).f_globals is vars(checkpoint):
@@ -56,17 +58,17 @@ _FOR_CHECKPOINTS = {"config": _Settings(), "disable": lambda function: function}
 
 
 def run_eagerly() -> None:
-    """From now on what the program has compiled runs as it was written; nothing is loaded for it."""
+    """Let what the program has compiled run as written from now on; nothing is loaded for it."""
     if _COMPILER in sys.modules:
         torch.compiler.set_stance("force_eager")
 
 
 def leave_unloaded() -> None:
-    """From now on the optimizers and checkpoints of this process do not load the compiler.
+    """Keep the optimizers and checkpoints of this process from loading the compiler, from now on.
 
-    Uses `__wrapped__` and its `__dynamo_disable` of Optimizer.zero_grad and its like and of checkpoint, and
-    `__wrapped__` of the steps of torch.optim. `torch._dynamo`, which torch loads when it is first looked up, is used
-    too. Where they are missing the compiler is loaded.
+    Uses `__wrapped__` and its `__dynamo_disable` of functions like Optimizer.zero_grad and of checkpoint, `__wrapped__`
+    of the steps of torch.optim, and `torch._dynamo`, which torch loads when it is first looked up. If they are missing
+    the compiler is loaded.
     """
     if _COMPILER in sys.modules:
         return
@@ -82,10 +84,10 @@ def leave_unloaded() -> None:
 
 
 def not_compiled(code: CodeType) -> None:
-    """Keep torch.compile from starting at frames of this code: it starts at the first that is not torch's own.
+    """Keep torch.compile from starting at frames of this code: it starts at the first frame that is not torch's own.
 
-    Uses torch._C._dynamo.eval_frame. Where that is missing, torch.compile traces the frame, and what it compiles is
-    called without being watched.
+    Uses torch._C._dynamo.eval_frame. If that is missing, torch.compile traces the frame, and calls inside compiled code
+    are not seen.
     """
     with contextlib.suppress(AttributeError):
         frames: Any = torch._C._dynamo.eval_frame
@@ -95,7 +97,9 @@ def not_compiled(code: CodeType) -> None:
 
 
 class _Loading:
-    """The first finder of modules until the compiler is loaded, and then gone: it calls what waits for that."""
+    """The first finder of modules until the compiler is loaded, when it removes itself and calls
+    what waits for that.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[Callable[[], None], None] = {}
@@ -132,15 +136,16 @@ def when_loaded(call: Callable[[], None]) -> None:
 
 
 def is_compiler(file: str) -> bool:
-    """Whether code of this file compiles, or loads the compiler; what calls compiled code is in the same folders."""
+    """Whether code of this file compiles, or loads the compiler. The folders of such files also call compiled code."""
     return any(folder in file for folder in _COMPILERS) and not any(part in file for part in _CALLERS)
 
 
 def share_compiled() -> None:
-    """Let each rank and run have as many graphs of a function as a process has: torch gives up after eight of them.
+    """Let each rank and run have as many graphs of a function as a process may have: torch gives up after eight of
+    them.
 
     A program's own limits stay. Changes the defaults of recompile_limit and accumulated_recompile_limit in
-    torch._dynamo.config._config, where they are; a value that is set holds in its own thread alone.
+    torch._dynamo.config._config, if they exist; a value that is set holds in its own thread only.
     """
     when_loaded(_raise_limits)
 
@@ -154,10 +159,10 @@ def _raise_limits() -> None:
 
 
 class Eager:
-    """Compiled functions run as they are written between the first `begin` and the last `end`, which pair up.
+    """Compiled functions run as they are written between the first `begin` and the last `end`.
 
-    A dispatch mode sees no operator in compiled code, and torch never compiles again what it has met under a mode. A
-    compiler that is loaded later is set when it is loaded. Uses torch.compiler.set_stance.
+    Each `begin` has its `end`. A dispatch mode sees no operator in compiled code, and torch never compiles again what
+    it has met under a mode. A compiler that is loaded later is set when it is loaded. Uses torch.compiler.set_stance.
     """
 
     def __init__(self) -> None:
@@ -182,13 +187,15 @@ class Eager:
 
 
 def leave_uncompiled() -> None:
-    """Keep torch.compile from starting at frames of this package; modules imported later take another call."""
+    """Keep torch.compile from starting at frames of this package. For modules imported later it
+    must be called again.
+    """
     _keep_uncompiled(len(sys.modules))
 
 
 @functools.lru_cache(maxsize=1)
 def _keep_uncompiled(_modules: int) -> None:
-    """Do it for the modules that there are now: as long as their number stays, they are the same."""
+    """Do it for the modules of now. While their number stays the same, so do the modules."""
     for name in list(sys.modules):
         if name.startswith(_OURS):
             _keep_module_uncompiled(name)
@@ -216,7 +223,7 @@ def _codes(member: Any) -> Iterator[CodeType]:
 
 
 def _never_compiled() -> list[Any]:
-    """Functions of optimizers and checkpoints that torch keeps from its compiler, as far as it has them."""
+    """The functions of optimizers and checkpoints that torch keeps from its compiler, if it has them."""
     kept = [getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")]
     names = ("checkpoint", "_run_fn_with_dynamo_disabled")
     return kept + [getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)]
@@ -233,7 +240,7 @@ def _without_disable(wrapper: Callable[..., Any], function: Callable[..., Any]) 
 
 
 def _without_graph_breaks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step without the breaks of a compiled graph around it: gradients are on where the optimizer wants them."""
+    """The step without the breaks in a compiled graph around it; gradients are on if the optimizer wants them."""
     plain: Callable[..., Any] = step.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(step)

@@ -140,7 +140,7 @@ class _Answers:
         self._set(torch.cuda.nvtx, "range", lambda *_, **__: nullcontext())
 
     def _set(self, owner: Any, name: str, value: object) -> None:
-        """Until the last one leaves."""
+        """Set a name until the last thread leaves."""
         self._undo.enter_context(replace_attribute(owner, name, value))
 
 
@@ -169,7 +169,7 @@ def _here(device: Any) -> Any:
 
 
 def _made_here(make: Callable[..., Any], *, moves: bool = False) -> Callable[..., Any]:
-    """The function on the CPU, where it is to make something on CUDA; or `moves` its first argument there."""
+    """The function, with the CPU for a CUDA device in `device=` or, with `moves`, in the argument after the tensor."""
 
     @functools.wraps(make)
     def make_here(*args: Any, **words: Any) -> Any:

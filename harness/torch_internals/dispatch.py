@@ -146,9 +146,9 @@ class DispatchMode(TorchDispatchMode):
 
 
 def leaves(nest: Any) -> list[Any]:
-    """The leaves of nested tuples, lists, dicts, and of what else torch takes apart.
+    """The leaves of nested tuples, lists and dicts, and of anything else that torch takes apart.
 
-    Uses torch.utils._pytree.tree_leaves, which takes longer than most operators, for other classes alone.
+    Uses torch.utils._pytree.tree_leaves for other classes only: it takes longer than most operators.
     """
     found: list[Any] = []
     _add_leaves(nest, found)
@@ -180,7 +180,7 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
 
 
 _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Classes that nothing takes apart."""
+"""Classes of leaves."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
 FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
@@ -188,10 +188,11 @@ FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
 
 
 def take_themselves_apart(types: Iterable[Any]) -> bool:
-    """Whether one of the tensors' classes dispatches operators itself: DTensor, the result of a functional collective.
+    """Whether one of the tensors' classes dispatches operators itself: DTensor, or the result of a functional
+    collective.
 
-    Such a tensor may have no memory. A mode that returns NotImplemented for it is called again for the operators of
-    which its class makes this one, on plain tensors. Fake tensors are left to their own mode.
+    Such a tensor may have no memory. If a mode returns NotImplemented for it, the mode is called again for the
+    operators, on plain tensors, into which its class turns this one. Fake tensors are left to their own mode.
     """
     return any(kind.__torch_dispatch__ is not _NO_DISPATCH and not issubclass(kind, FakeTensor) for kind in types)
 
@@ -199,7 +200,7 @@ def take_themselves_apart(types: Iterable[Any]) -> bool:
 below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
 """A context in which autograd sees nothing, and versions are still counted. torch._C._AutoDispatchBelowAutograd.
 
-torch.no_grad where it is missing: slower, and a view of a leaf cannot be written then.
+If that is missing, torch.no_grad: slower, and a view of a leaf cannot be written then.
 """
 
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -209,7 +210,7 @@ _no_function: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
 
 
 def modes_are_on() -> int:
-    """Whether this thread has dispatch or function modes; True where torch has no way to find out.
+    """Whether this thread has dispatch or function modes; True if torch has no way to find out.
 
     Uses torch._C._len_torch_dispatch_stack and _len_torch_function_stack.
     """

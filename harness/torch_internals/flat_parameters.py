@@ -13,10 +13,10 @@ _MODULE = "torch.distributed.fsdp._flat_param"
 
 
 class Piece(NamedTuple):
-    """Of a parameter that was flattened: its name below the module of FSDP1, its shape, the part that this rank holds.
+    """A parameter that was flattened: its name below the FSDP1 module, its shape, and the part that this rank holds.
 
     `start` and `length` count elements of the flattened parameter; `offset` is the part's place in the rank's shard.
-    `view` is the parameter of that name, None where the flat one alone is registered.
+    `view` is the parameter of that name, None if only the flat one is registered.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 def flat_parameter(module: nn.Module) -> tuple[Tensor, tuple[Piece, ...]] | None:
     """The flat parameter of a module that FSDP1 wraps, with its pieces; None for other modules.
 
-    Uses FullyShardedDataParallel._handle.flat_param; where it is missing, nothing is said of such parameters.
+    Uses FullyShardedDataParallel._handle.flat_param; if that is missing, nothing is known of such parameters.
     """
     handle = getattr(module, "_handle", None) if _MODULE in sys.modules else None
     flat = getattr(handle, "flat_param", None)

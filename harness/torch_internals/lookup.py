@@ -35,7 +35,7 @@ def lacking_error(feature: str, name: str) -> MachineError:
 
 
 def find_name(owner: Any, name: str, feature: str) -> Any:
-    """`owner.name`; where this torch has no such name, a function that raises the MachineError of the feature."""
+    """`owner.name`. If torch lacks the name, a function that raises the feature's MachineError when it is called."""
     value = getattr(owner, name, None)
     if value is not None:
         return value
@@ -48,7 +48,7 @@ def find_name(owner: Any, name: str, feature: str) -> Any:
 
 @contextmanager
 def replace_attribute(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """Within it, the owner has another object under this name; what it inherits is inherited again afterwards."""
+    """Within it, the owner has another object under this name. An inherited name is inherited again afterwards."""
     own, original = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, stand_in)
     try:

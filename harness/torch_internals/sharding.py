@@ -1,10 +1,10 @@
-"""Decisions of DTensor, kept from one run of an engine to the next.
+"""Keeps decisions of DTensor from one run of an engine to the next.
 
-How an operator on DTensors is computed follows from shapes, placements and the shape of the mesh. DTensor keeps its
-decisions for the thread and the mesh that asked. Both are new in every run of ranks that are threads, so every run
-would decide everything again. Measured: 20 of 34 seconds of the proof of Muon on DTensors.
+DTensor decides how to compute an operator from shapes, placements and the shape of the mesh. It keeps its decisions for
+the thread and the mesh that asked. Both are new in every run of ranks that are threads, so every run would decide
+everything again: measured, 20 of 34 seconds of the proof of Muon on DTensors.
 
-A decision names meshes and so is kept without them, and given back with the mesh of the rank that asks.
+A decision names meshes. It is kept without them, and returned with the mesh of the rank that asks.
 
 Source: torch.distributed.tensor._sharding_prop.ShardingPropagator.propagate_op_sharding_non_cached.
 """
@@ -22,7 +22,7 @@ from shardproof.harness.torch_internals.lookup import replace_attribute
 _MODULE = "torch.distributed.tensor._sharding_prop"
 _DECIDE = "propagate_op_sharding_non_cached"
 _NAMES = ("DTensorSpec", "OpSchema", "OutputSharding")
-"""Dataclasses of which a question and its decision are made; a DTensorSpec has the mesh."""
+"""The dataclasses of which a question and its decision are made; a DTensorSpec has the mesh."""
 _DEVICES = ("cpu", "cuda")
 _MOST = 8192
 
@@ -47,7 +47,7 @@ class Decisions:
 
     @contextmanager
     def share_decisions(self) -> Iterator[None]:
-        """Within it decisions are made once; nothing changes where torch lacks a name."""
+        """Within it each decision is made only once. Nothing changes if torch lacks a name."""
         module: Any = sys.modules.get(_MODULE)
         propagator = getattr(module, "ShardingPropagator", None)
         decide = getattr(propagator, _DECIDE, None)
@@ -89,7 +89,7 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _mesh_of(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """The only mesh of a question. Raises _OtherMesh where there are more or none."""
+    """The only mesh of a question. Raises _OtherMesh if there is none, or several."""
     meshes: list[Any] = []
 
     def look(one: Any) -> None:
@@ -107,9 +107,9 @@ def _mesh_of(value: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 def _question(schema: Any, mesh: Any, kinds: tuple[Any, ...]) -> object:
-    """All that a decision depends on, the rank's place in the mesh included, by which uneven shards differ.
+    """All that a decision depends on. The rank's place in the mesh is part of it, since it decides uneven shards.
 
-    Raises TypeError where the rank is not in the mesh.
+    Raises TypeError if the rank is not in the mesh.
     """
     if torch.compiler.is_compiling():
         raise TypeError
@@ -122,7 +122,7 @@ def _question(schema: Any, mesh: Any, kinds: tuple[Any, ...]) -> object:
 
 
 def _with_types(value: Any) -> object:
-    """The value with its type at every depth: 1 and 1.0 and True are equal. Raises TypeError for a tensor."""
+    """The value with its type at every depth, since 1 and 1.0 and True are equal. Raises TypeError for a tensor."""
     if isinstance(value, torch.Tensor | torch.Generator):
         raise TypeError
     if isinstance(value, list | tuple):
@@ -133,7 +133,9 @@ def _with_types(value: Any) -> object:
 
 
 def _without_mesh(value: Any, mesh: Any, kinds: tuple[Any, ...]) -> Any:
-    """The value in which every object of `kinds` is its parts. Raises _OtherMesh where one has another mesh."""
+    """The value in which every object of `kinds` is replaced by its parts. Raises _OtherMesh if one
+    has another mesh.
+    """
     if type(value) in kinds:
         names = [field.name for field in dataclasses.fields(value) if field.init and not field.name.startswith("_")]
         has_mesh = "mesh" in names
@@ -149,7 +151,7 @@ def _without_mesh(value: Any, mesh: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 def _with_mesh(value: Any, mesh: Any) -> Any:
-    """What `_without_mesh` was given, made anew, on this mesh."""
+    """The object that `_without_mesh` was given, created again on this mesh."""
     if isinstance(value, _Parts):
         words = {name: _with_mesh(one, mesh) for name, one in value.fields}
         return value.kind(**words, **({"mesh": mesh} if value.has_mesh else {}))

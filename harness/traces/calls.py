@@ -1,7 +1,7 @@
-"""Calls of a rank as a trace tells them, in words that all readers share, and what a trace does not know.
+"""The calls of a rank in a trace, in terms that all readers share, and what a trace does not know.
 
 A trace seldom knows all of a call. What it does not know is None, or "" and () where the ledger has a text or a group,
-and never 0; a sentence says so, and which option of the profiler records it. Payloads are counted as in the ledger
+and never 0. A sentence says so, and which option of the profiler records it. Payloads are counted as in the ledger
 (harness.ledger). Bytes, microseconds.
 """
 
@@ -18,7 +18,7 @@ Stretches = Sequence[tuple[float, float]]
 
 
 def union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times without overlaps, in order."""
+    """The same stretches of time, joined where they overlap, in order."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(stretches):
         if joined and start <= joined[-1][1]:
@@ -29,7 +29,7 @@ def union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def covered_us(stretches: Stretches, start_us: float, end_us: float) -> float:
-    """How much of the time from start to end these cover, which do not overlap and are in order."""
+    """How much of the time from start to end these stretches cover. They do not overlap and are in order."""
     covered = 0.0
     for place in range(max(bisect_left(stretches, (start_us, 0.0)) - 1, 0), len(stretches)):
         start, end = stretches[place]
@@ -40,7 +40,7 @@ def covered_us(stretches: Stretches, start_us: float, end_us: float) -> float:
 
 
 def minus(stretches: Stretches, others: Stretches) -> list[tuple[float, float]]:
-    """The times of the first that are in none of the others; neither overlap among themselves, both are in order."""
+    """The parts of the first stretches that are in none of the others; both do not overlap and are in order."""
     left, place = [], 0
     for start, end in stretches:
         while place < len(others) and others[place][1] <= start:
@@ -57,7 +57,7 @@ def minus(stretches: Stretches, others: Stretches) -> list[tuple[float, float]]:
 
 
 MOST_RANKS = 2**20
-"""A larger world is no job: its ranks are listed in messages and tables."""
+"""The largest world of a trace, since ranks are listed in messages and tables."""
 
 TORCH, FLIGHT_RECORDER, NSYS = "torch", "flight recorder", "nsys"
 """The formats of traces."""
@@ -106,8 +106,8 @@ class TracedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A step of the profiler. `device_us` is how long it took on the device, `compute_us` and `communication_us` the
-    times in which that did each, `exposed_us` that in which it communicated and did not compute; None without kernels.
+    """A step of the profiler. `device_us` is its time on the device, `compute_us` and `communication_us` the times in
+    which the device did each, `exposed_us` that in which it communicated and did not compute; None without kernels.
     """
 
     number: int
@@ -152,7 +152,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """A dtype by torch's Python name of it, and the bytes of an element."""
+    """A dtype by torch's Python name, and the bytes of an element."""
 
     name: str
     item_bytes: int
@@ -191,7 +191,7 @@ def find_dtype(word: str) -> Dtype | None:
 
 
 def payload_bytes(dtype: Dtype | None, shapes: tuple[tuple[int, ...], ...] | None) -> int | None:
-    """The bytes of tensors of these shapes, None where dtype or shapes are not known."""
+    """The bytes of tensors of these shapes, None if dtype or shapes are not known."""
     return None if dtype is None or shapes is None else dtype.item_bytes * sum(map(math.prod, shapes))
 
 
@@ -269,7 +269,9 @@ _WHOLE_TRACE = "torch's profiler records it"
 
 
 def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
-    """What the traces do not know: a sentence a field, then ranks without a trace, and what came before the window."""
+    """What the traces do not know: a sentence for each field, then ranks without a trace, and what came before the
+    window.
+    """
     found = []
     for format_ in dict.fromkeys(trace.format for trace in traces):
         calls = [call for trace in traces if trace.format == format_ for call in trace.calls]

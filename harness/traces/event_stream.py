@@ -1,9 +1,9 @@
-"""The events of a Chrome trace, streamed: a file of any size takes the memory of a few chunks.
+"""Streams the events of a Chrome trace: a file of any size takes the memory of a few chunks.
 
-The profiler begins every event with the key `ph`. So the text between two events, from the brace that ends one to that
-key in the next, cannot stand within a JSON string, where quotes are escaped, and the file is cut there without being
-read. An event of no use is skipped after a look at its category and name. json reads the others, and all events
-of a file whose events begin with another key.
+The profiler begins every event with the key `ph`. The text from the brace that ends an event to that key in the next
+cannot occur within a JSON string, where quotes are escaped. So the file is cut there without being parsed. An event
+that is not wanted is skipped after a look at its category and name. json parses the others, and all events of a file
+whose events begin with another key.
 """
 
 import codecs
@@ -18,19 +18,19 @@ from shardproof.harness.traces.files import refuse_torn
 
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**26
-"""A header or an event that is longer is none."""
+"""The most bytes of a header or an event."""
 _MOST_KNOWN = 100_000
-"""Texts of categories and names that are kept."""
+"""The most texts of categories and names that are kept."""
 _MOST_JOINED = 1000
-"""Pieces in a row of which no event comes."""
+"""The most pieces in a row without an event."""
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb'\}\s*,\s*(\{\s*"ph"\s*:)')
 _ABOUT = re.compile(rb'\s*"(.)"\s*,\s*"cat"\s*:\s*"([^"\\]*)"\s*,\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
-"""Phase, category and name of an event, behind its first key."""
+"""Phase, category and name of an event, after its first key."""
 _CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]*)"')
-"""Category of an event that has it later: those of flows have."""
+"""The category of an event that has it later, as flows have."""
 _HOLE = re.compile(r'("Process Group Description"\s*:)(?=\s*[,}])')
-"""A group without a description, of which some versions of torch write nothing, and so no JSON."""
+"""A group without a description: some versions of torch write nothing there, which is no JSON."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 LEGAL = "what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
 Json = dict[str, Any]
@@ -62,10 +62,10 @@ class TraceEvents:
                 yield from self._read_wanted(rest, file, found[0], found[1])
 
     def _read_head(self, file: IO[bytes]) -> bytes:
-        """Put the entries before the events into the header; returns what follows."""
+        """Put the entries before the events into the header. Returns what follows."""
         head = b""
         while not (found := _EVENTS.search(head)):
-            if head.lstrip()[:1] == b"[":  # events and nothing else
+            if head.lstrip()[:1] == b"[":  # a list of events alone
                 return head.lstrip()[1:]
             chunk = file.read(_CHUNK_BYTES)
             if not chunk or len(head) > _MOST_BYTES:
@@ -113,7 +113,7 @@ class TraceEvents:
         return known or b'"ph"' in piece  # several events
 
     def _decode_all(self, text: bytes) -> list[Json]:
-        """The events in a text, several where some begin with another key."""
+        """The events in a text, several if some begin with another key."""
         decoded, at, found = _fill_holes(text.decode()), 0, []
         while at < len(decoded):
             event, at = self._decoder.raw_decode(decoded, at)
@@ -166,7 +166,7 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def open_trace(path: Path) -> IO[bytes]:
-    """The file, unpacked as it is read when it begins as gzip does."""
+    """The file, decompressed if it begins as gzip files do."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     return cast(IO[bytes], gzip.open(path)) if packed else path.open("rb")

@@ -1,4 +1,5 @@
-"""Files of traces, which others wrote: their names, and fields of the types that they must have. No torch is loaded.
+"""Files of traces, which other programs wrote: their names, and fields with the types that they must have. No torch is
+loaded.
 
 A field of another type is a TypeError. Pickles hold plain values.
 """
@@ -16,7 +17,7 @@ from typing import Any
 from shardproof.harness.errors import RequestError, error_text
 
 RANK = r"rank[-_.]?(\d+)"
-"""Where the rank stands in the name of a file, unless the user says otherwise."""
+"""Where the rank is in the name of a file, unless the user states it."""
 REPORTS = (".nsys-rep", ".qdstrm")
 SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", *REPORTS)
 """Ends of the names of traces, by which they are found in a folder."""
@@ -33,7 +34,7 @@ def check_names(names: Iterable[str], rank_regex: str = RANK) -> None:
 
 
 def rank_pattern(text: str) -> re.Pattern[str]:
-    """The pattern of an option, whose group 1 is the rank. Raises RequestError where it is none."""
+    """The pattern of an option, whose group 1 is the rank. Raises RequestError for an invalid one."""
     try:
         pattern = re.compile(text)
     except re.error as problem:
@@ -44,7 +45,7 @@ def rank_pattern(text: str) -> re.Pattern[str]:
 
 
 def trace_files(path: Path) -> Iterator[Path]:
-    """The file, or those in a folder that are named as traces are. Raises RequestError where there is none."""
+    """The file, or those in a folder that are named as traces are. Raises RequestError if there are none."""
     if path.is_dir():
         named = (one for one in path.iterdir() if one.name.endswith(SUFFIXES) or _DUMP.fullmatch(one.name))
         files = sorted(file for file in named if file.is_file())
@@ -59,7 +60,7 @@ def trace_files(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def refuse_torn(kind: str, path: Path, legal: str) -> Iterator[None]:
-    """Read a file of others in the body, "trace" or "dump". Raises RequestError, in one sentence, where that fails."""
+    """Read a foreign file in the body, "trace" or "dump". Raises RequestError, in one sentence, if that fails."""
     try:
         yield
     except RequestError:
@@ -89,7 +90,7 @@ class _Dispatch(dict[int, Any]):
 
 
 _InPython: Any = pickle._Unpickler
-"""The one in C takes any number of gigabytes for an index that a file says."""
+"""The unpickler in C takes memory for any index that a file states."""
 
 
 class _Plain(_InPython):
@@ -112,13 +113,15 @@ class _Plain(_InPython):
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    # The hash of tuples that hold each other twice takes 2**depth steps, and 100 bytes can say so.
+    # Hashing tuples that contain each other twice takes 2**depth steps, and 100 bytes can cause that.
     for key in keys:
         text(key)
 
 
 def unpickle(content: bytes) -> dict[str, Any]:
-    """The dict of plain values in a pickle. Raises TypeError or UnpicklingError for another, anything where torn."""
+    """The dict of plain values in a pickle. Raises TypeError or UnpicklingError for another one, anything if it is
+    torn.
+    """
     try:
         found = _Plain(io.BytesIO(content)).load()
     except EOFError as problem:

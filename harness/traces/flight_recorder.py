@@ -22,16 +22,16 @@ Entry = Mapping[str, Any]
 LEGAL = "a file that torch's Flight Recorder wrote, such as nccl_trace_rank_3"
 MESSAGES = ("send", "recv")
 MOST_BYTES = 2**30
-"""A larger file is no dump: a ring of 2,000 entries takes a few megabytes."""
+"""The largest file of a dump: a ring of 2,000 entries takes a few megabytes."""
 _WRITTEN = ("all_gather", "scatter", "recv")
-"""Ops whose payload is what they write, which all ranks of the group have in the same sizes."""
+"""Ops whose payload is their output, which has the same sizes on all ranks of the group."""
 _INSTALLED = re.compile(r"^<|/torch/|/(site|dist)-packages/|/lib/python3[.\d]*/")
 _NO_MESSAGES = "sends and receives are not in a dump of gloo (the torch profiler records them)"
 _NO_SPLITS = "what an all_to_all sends to each rank is not in a Flight Recorder dump (the torch profiler records it)"
 
 
 def read_flight_recorder(path: Path) -> Trace:
-    """The calls in a dump. Raises RequestError for a file that is none."""
+    """The calls in a dump. Raises RequestError for a file that is no dump."""
     with refuse_torn("trace", path, LEGAL):
         return trace_of(load_dump(path), str(path))
 
@@ -52,12 +52,12 @@ def load_dump(path: Path) -> dict[str, Any]:
 def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
     """The calls in the content of a dump.
 
-    Raises TypeError, KeyError or ValueError for fields that are none of the recorder's.
+    Raises TypeError, KeyError or ValueError for fields that the recorder does not write.
     """
     if "entries" not in dump:
         raise ValueError("it has no `entries`, so it is not from the Flight Recorder")
     listed_ranks = ((text(one["name"]), _ranks(one["ranks"])) for one in (dump.get("pg_config") or {}).values())
-    groups = {name: ranks for name, ranks in listed_ranks if ranks}  # gloo lists one group of no ranks
+    groups = {name: ranks for name, ranks in listed_ranks if ranks}  # gloo lists one group without ranks
     entries = sorted(as_list(dump["entries"]), key=lambda entry: number(entry.get("record_id", 0)))
     _check_all_recorded(entries)
     rank, world_size = dump.get("rank"), max(map(len, groups.values()), default=None)
@@ -93,7 +93,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _check_all_recorded(entries: Sequence[Entry]) -> None:
-    """Raise ValueError where entries between the first and the last are left out: the rank would seem to lack calls."""
+    """Raise ValueError if entries between the first and the last are missing: the rank would seem to lack calls."""
     places = [entry["record_id"] for entry in entries if "record_id" in entry]
     if places and places[-1] - places[0] >= len(places):
         raise ValueError("it has active calls alone, so which others were issued is not known (onlyActive=False has)")
@@ -105,15 +105,15 @@ def _missing_before_first(entries: Sequence[Entry]) -> str:
     if dropped:
         return f"{dropped:,} entries, which the recorder's ring has dropped (TORCH_FR_BUFFER_SIZE makes it longer)"
     first_message = next((entry for entry in entries if entry.get("is_p2p")), {})
-    earlier = number(first_message.get("p2p_seq_id", 0)) > 1  # a reset empties the ring, and groups count on
+    earlier = number(first_message.get("p2p_seq_id", 0)) > 1  # a reset empties the ring, while groups count on
     return "the calls before the recorder was reset" if earlier else ""
 
 
 def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
-    """Each call as the name of its group and its entries; a message of a batch has the end of the batch behind it."""
+    """Each call as the name of its group and its entries; after a message of a batch comes the end of the batch."""
     calls: list[tuple[str, list[Entry]]] = []
     latest: dict[object, tuple[int, list[Entry]]] = {}  # the last collective of a group: its number and entries
-    batches: dict[object, list[list[Entry]]] = {}  # the messages of a group behind it, which may be a batch
+    batches: dict[object, list[list[Entry]]] = {}  # the messages of a group after it, which may be a batch
     for entry in entries:
         name, own = text(entry["process_group"][0]), [entry]
         group = name, number(entry.get("pg_id", 0))
@@ -123,7 +123,7 @@ def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
         elif entry.get("is_p2p") or _op_word(entry) in MESSAGES:
             those = batches.setdefault(group, [])
             if those and those[0][0].get("p2p_seq_id") != entry.get("p2p_seq_id"):
-                those.clear()  # of another batch, or by themselves
+                those.clear()  # of another batch, or single ones
             those.append(own)
             calls.append((name, own))
         elif group in latest and latest[group][0] == number(entry["collective_seq_id"]):
@@ -136,7 +136,7 @@ def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
 
 
 def _batch_of(entry: Entry) -> tuple[object, ...]:
-    """The messages of a batch have one number, and so has what ends it."""
+    """The messages of a batch, and what ends it, have one number."""
     return text(entry["process_group"][0]), entry.get("pg_id", 0), entry.get("p2p_seq_id")
 
 
@@ -153,10 +153,10 @@ def _ends(entry: Entry) -> bool:
 
 
 def _trace_call(entries: Sequence[Entry], ranks: tuple[int, ...], *, batched: bool) -> TracedCall:
-    """The call of these entries. A coalesced one counts the payloads of its members."""
+    """The call of these entries. The payload of a coalesced one is that of its members."""
     first = _one(entries[0], ranks)
     if first.op in MESSAGES:
-        # A batch is complete when its end is. Otherwise nothing is known: no version of torch marks its members.
+        # A batch is complete if its end is. Otherwise this is unknown: no version of torch marks its members.
         first = replace(first, batched=batched)
         return first if len(entries) == 1 else replace(first, complete=_complete(entries[1]) or None)
     if len(entries) == 1:
@@ -179,13 +179,16 @@ def _trace_call(entries: Sequence[Entry], ranks: tuple[int, ...], *, batched: bo
 
 
 def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
-    """The call of one entry: its payload is that of the ledger. What an end of a coalesced call moves is not known."""
+    """The call of one entry: its payload is that of the ledger. The payload of the end of a coalesced call is not
+    known.
+    """
     op, ends = find_op(text(entry["profiling_name"])), text(entry["profiling_name"]).partition(" ")[2]
     side = "output" if op in _WRITTEN and entry.get("output_sizes") else "input"
     sizes = () if op == "barrier" else as_list(entry[f"{side}_sizes"])
     words = tuple(dict.fromkeys(text(word) for word in as_list(entry.get(f"{side}_dtypes") or ())))
     dtypes = [find_dtype(word) for word in words]
-    lacks = side == "output" and len(sizes) < len(as_list(entry["input_sizes"]))  # gloo, of coalesced all_gathers
+    # gloo writes too few output sizes for coalesced all_gathers.
+    lacks = side == "output" and len(sizes) < len(as_list(entry["input_sizes"]))
     shapes = None if _ends(entry) or lacks else tuple(map(numbers, sizes))
     name, description = map(text, as_list(entry["process_group"])[:2])
     lasted_ms = entry.get("duration_ms")
@@ -217,7 +220,7 @@ def _peer(ends: str, ranks: tuple[int, ...]) -> int | None:
 
 
 def _complete(entry: Entry) -> bool | None:
-    """Whether the call has ended. A retired call without a time of its end was dropped before anybody looked."""
+    """Whether the call has ended. A retired call without an end time was dropped before its end was noticed."""
     done = {"completed": True, "started": False, "scheduled": False}.get(text(entry.get("state", "")))
     return None if not entry.get("time_discovered_completed_ns") and entry.get("retired") else done
 

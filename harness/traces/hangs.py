@@ -1,4 +1,4 @@
-"""After a hang: what every rank did last, by our recorder or torch's Flight Recorder, and where the ranks diverge.
+"""After a hang: the last calls of every rank, from our recorder or torch's Flight Recorder, and where ranks diverge.
 
 Dumps are our recorder's parts, and the Flight Recorder's files as pickle or JSON. A field that is missing, of another
 type, or out of range is refused in one sentence that names the file.
@@ -36,7 +36,7 @@ class RankStanding(RankCalls):
 def standing_of(trace: Trace, rank: int) -> RankStanding:
     """Where a rank stands by a dump of the Flight Recorder.
 
-    Collectives have the number that their group gives them, messages are counted for each pair of ranks.
+    Collectives have the number that their group gives them; messages are counted for each pair of ranks.
     """
     calls: dict[Channel, dict[int, GroupCall]] = {}
     for order, (call, complete) in enumerate(_find_completed_calls(trace)):
@@ -46,7 +46,7 @@ def standing_of(trace: Trace, rank: int) -> RankStanding:
         own = calls.setdefault((call.group_name, call.group, f"{call.op} {call.peer}" if is_message else ""), {})
         number = call.number if call.number is not None else len(own) + 1
         if own and number <= max(own):
-            own.clear()  # the group was destroyed and made anew: its numbers start again
+            own.clear()  # the group was destroyed and made again, and its numbers start again
         own[number] = GroupCall(
             _signature(call),
             (),
@@ -69,17 +69,17 @@ def standing_of(trace: Trace, rank: int) -> RankStanding:
 
 
 def _find_completed_calls(trace: Trace) -> Iterator[tuple[TracedCall, bool | None]]:
-    """Each call, and whether it is complete. A batch that is not known to be, and that nothing follows, is not."""
+    """Each call, and whether it is complete. The last batch is not, unless it is known to be."""
     last = max((n for n, call in enumerate(trace.calls) if call.op not in MESSAGES), default=-1)
     for n, call in enumerate(trace.calls):
         yield call, False if n > last and call.complete is None else call.complete
 
 
 def _signature(call: TracedCall) -> Signature:
-    """The words in which all ranks must agree, as far as the recorder knows them.
+    """The fields in which all ranks must agree, as far as the recorder knows them.
 
     The shapes of an all-to-all may differ. A coalesced call is compared member by member. It has no name while its rank
-    is about to issue further members.
+    may issue further members.
     """
     op = (call.name.partition(":")[2] or call.name).partition(" ")[0] or NOT_KNOWN
     if call.members or call.shapes is None:
@@ -99,9 +99,9 @@ _LEGAL = (
 )
 
 
-@without_garbage_collection()  # calls by the million, which all stay
+@without_garbage_collection()  # there are millions of calls, and all stay
 def read_standings(paths: Iterable[str | Path]) -> list[RankStanding]:
-    """Where every rank stands, by rank. A folder stands for the dumps in it. Raises RequestError for what is none."""
+    """Where every rank stands, by rank. A folder stands for its dumps. Raises RequestError if there are none."""
     by_rank: dict[int, RankStanding] = {}
     given = [Path(name) for name in paths]
     for path in given:
@@ -119,7 +119,7 @@ def read_standings(paths: Iterable[str | Path]) -> list[RankStanding]:
 
 
 def _find_dumps(path: Path) -> list[Path]:
-    """The dumps that a path stands for: a file, or the ranks' parts or files in a folder."""
+    """The dumps of a path: a file, or the ranks' parts or files in a folder."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -141,7 +141,7 @@ def _check_rank(one: RankStanding) -> None:
 
 
 def _of_part(folder: Path) -> RankStanding:
-    """A rank of our recorder: what it wrote in silence or at its end; without that, what its ledger ends with."""
+    """A rank of our recorder: what it wrote in a silence or at its end; without that, the end of its ledger."""
     last = folder / "last.json"
     if last.is_file():
         return _of_last(load_dump(last), str(last))
@@ -206,7 +206,7 @@ def _kind_of_values(values: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _make_signature(op: str, reduce_op: str, dtype: str, shape: str, root: int) -> Signature:
-    """The words in which all ranks must agree; one object for all of them, so that comparing them costs little."""
+    """The fields in which all ranks must agree; one object for equal ones, so that comparing them is cheap."""
     shapes: Shapes = tuple(tuple(int(size) for size in part.split("x") if size) for part in shape.split("+"))
     return Signature(op, NOT_KNOWN, reduce_op, root, dtype, NOT_KNOWN if op == "all_to_all" else shapes)
 
@@ -232,11 +232,11 @@ def _rank_of(path: Path) -> int | None:
 
 
 _MOST = 8
-"""Ranks, or findings, that are listed one by one."""
+"""The most ranks, or findings, that are listed one by one."""
 
 
 def lines_of_findings(ranks: Sequence[RankStanding], divergences: Sequence[Divergence]) -> Iterator[str]:
-    """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to diverge."""
+    """The findings, the first one with the places of its ranks; a sentence if no rank is seen to diverge."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""
     yield f"{len(ranks)} rank{'s' * (len(ranks) != 1)}{about}"
@@ -257,7 +257,7 @@ def lines_of_findings(ranks: Sequence[RankStanding], divergences: Sequence[Diver
 
 
 def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str:
-    """What is known when no rank is seen to diverge: a rank that left no calls may have."""
+    """A sentence if no rank is seen to diverge: a rank that left no calls may have."""
     unknown = sorted({*missing, *(one.rank for one in ranks if not one.last)})
     known = [one.rank for one in ranks if one.last]
     if not known:

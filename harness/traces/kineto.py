@@ -1,9 +1,10 @@
 """Reads a trace of the torch profiler (Kineto): one file a rank, of torch 1.13 to 2.15.
 
-One call is up to three rows inside of each other: `c10d::`, `record_param_comms`, `nccl:`. Since torch 2.2 the middle
-one has the call's fields. Before, it is bare, and stands for waits too: there the `nccl:` row is the call, and has the
-shape of what was sent where shapes were recorded. gloo writes `c10d::` rows alone. Kernels are not counted: those of an
-earlier step come first, and a coalesced one stands for several calls. They give times, by `External id`.
+A call is up to three nested rows: `c10d::` (the operator), `record_param_comms`, `nccl:` (the backend). Since torch 2.2
+the middle row has the fields of the call. In older traces it has none, and is written for waits too, so the `nccl:` row
+stands for the call; its argument, if shapes were recorded, is what was sent. gloo writes `c10d::` rows alone. Kernels
+give times, and belong to calls by `External id`. They are not counted: a trace begins with kernels of an earlier step,
+and a coalesced kernel carries out several calls.
 """
 
 import math
@@ -20,7 +21,7 @@ from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, find_dtype, find_op, payload_bytes, union
 from shardproof.harness.traces.event_stream import LEGAL, Json, TraceEvents
 from shardproof.harness.traces.files import refuse_torn
-from shardproof.harness.traces.kineto_rows import NO_ID, Groups, KernelRows, StepTimes, build_steps, id_of
+from shardproof.harness.traces.kineto_rows import NO_ID, Groups, KernelRows, StepTimes, build_steps, extend_step, id_of
 from shardproof.harness.traces.phases import (
     CALL,
     FORWARD,
@@ -41,9 +42,9 @@ _LAUNCHING = (b"cuda_runtime", b"cuda_driver")
 _GRAPH_LAUNCH = b"GraphLaunch"
 """In the names of rows that replay a graph: cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch."""
 _OF_OUTPUT = ("all_gather", "scatter", "recv")
-"""Ops whose payload is the output."""
+"""Ops whose payload is their output; that of all others is their input."""
 _OPERATOR, _FIELDS, _BACKEND = range(3)
-"""What a row is to a call: an operator of torch, the fields, the backend's own row."""
+"""Roles of the rows of a call: the operator of torch, the row with fields, the backend's row."""
 
 
 class KinetoCall(NamedTuple):
@@ -63,7 +64,7 @@ _USED = frozenset(
     | {"Global rank start", "Global rank stride", "External id"}
 )
 """Fields of the rows of calls."""
-_GLOO, _OPERATORS = "gloo:", "aten::"
+_GLOO, _OPERATORS, _STEP = "gloo:", "aten::", "ProfilerStep#"
 _UNBOUND = "unknown: the calls of {} of communication; such are replays of CUDA graphs, and coalesced calls"
 NO_CALLS = (
     "unknown: what other libraries send (DeepEP, NVSHMEM, MPI), for torch.distributed issued no call; "
@@ -74,7 +75,7 @@ _EARLY = "{} of calls that were issued before the trace began"
 
 @dataclass(slots=True)
 class _Rows:
-    """All rows of a trace that matter."""
+    """The rows of a trace that are used."""
 
     calls: list[KinetoCall] = field(default_factory=list)
     around: TimedRows = field(default_factory=TimedRows)
@@ -86,17 +87,14 @@ class _Rows:
 
 
 def read_kineto(path: Path, *, operators: bool = False) -> Trace:
-    """The calls of the rank whose trace this is; `operators`: also when the host computed (`Trace.computed`).
-
-    Raises RequestError, in one sentence, for a file that is none.
-    """
+    """The calls of a rank; with `operators` also when its host computed. Raises RequestError for no such trace."""
     stream = TraceEvents(path, partial(_wants_event, operators))
     with refuse_torn("trace", path, LEGAL):
         return trace_of(stream, stream.header, str(path))
 
 
 def trace_of(events: Iterable[Json], header: Json, source: str) -> Trace:
-    """The calls in these events; `header` has the other entries of the file once the events are through."""
+    """The calls in these events. `header` has the other entries of the file, once all events were read."""
     rows = _Rows()
     for event in events:
         _take_event(rows, event)
@@ -124,43 +122,45 @@ def _take_event(rows: _Rows, event: Json) -> None:
     if category == "fwdbwd" and phase == "s":
         start_us = float(event["ts"])
         rows.around.append(TimedRow(start_us, start_us, FORWARD, event.get("tid"), ""))
-        return
     if phase != "X":
         return
-    start_us, spent_us = float(event["ts"]), float(event.get("dur", 0.0))
-    if spent_us < 0 or not math.isfinite(start_us + spent_us):
-        raise ValueError(f"{name} at {start_us} lasts {spent_us} us, which must be at least 0")
-    end_us = start_us + spent_us
+    start_us, end_us = _times_of_event(event, name)
     if category == "kernel":
         rows.kernels.append(name, start_us, end_us, event.get("args", {}))
     elif category.encode() in _LAUNCHING and _GRAPH_LAUNCH.decode() in name:
         rows.kernels.graphs.add(id_of(event.get("args", {}), "correlation"))
     elif name.startswith(_OPERATORS):
         rows.computed.append((start_us, end_us))
-    elif name.startswith("ProfilerStep#"):
-        steps = rows.device_steps if category == "gpu_user_annotation" else rows.steps
-        number = int(name.partition("#")[2])
-        if steps is rows.steps:
+    elif name.startswith(_STEP):
+        number = int(name.removeprefix(_STEP))
+        if category == "gpu_user_annotation":
+            extend_step(rows.device_steps, number, start_us, end_us)
+        else:
+            extend_step(rows.steps, number, start_us, end_us)
             rows.around.append(TimedRow(start_us, start_us, PROFILED, event.get("tid"), ""))
-        start, end = steps.get(number, (start_us, end_us))
-        steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
     elif category.encode() in _CPU and (role := _role_of_name(name)) is not None:
-        rows.calls.append(
-            KinetoCall(start_us, end_us, event.get("tid"), intern(name), role, _kept_fields(event, name, role))
-        )
+        fields = _kept_fields(event, name, role)
+        rows.calls.append(KinetoCall(start_us, end_us, event.get("tid"), intern(name), role, fields))
     elif name.startswith(_GLOO):
-        rows.gloo.append(
-            KinetoCall(start_us, end_us, event.get("tid"), intern(name), _BACKEND, _kept_fields(event, name, _BACKEND))
-        )
+        fields = _kept_fields(event, name, _BACKEND)
+        rows.gloo.append(KinetoCall(start_us, end_us, event.get("tid"), intern(name), _BACKEND, fields))
     elif kind := kind_of(category, name):
         text = name.removeprefix("nn.Module: ")
         rows.around.append(TimedRow(start_us, end_us, kind, event.get("tid"), text))
 
 
-def _kept_fields(event: Json, name: str, role: int) -> Json:
-    """The fields of a call's row that are used, each text once: a large trace has millions of them.
+def _times_of_event(event: Json, name: str) -> tuple[float, float]:
+    """Start and end. Raises ValueError unless the duration is finite and not negative."""
+    start_us, spent_us = float(event["ts"]), float(event.get("dur", 0.0))
+    if spent_us < 0 or not math.isfinite(start_us + spent_us):
+        raise ValueError(f"{name} at {start_us} lasts {spent_us} us, which must be at least 0")
+    return start_us, start_us + spent_us
 
-    Of all arguments the dims and type of the payload stay; [] and "" where they were not recorded.
+
+def _kept_fields(event: Json, name: str, role: int) -> Json:
+    """The fields of a call's row that are used. Texts are interned, since a large trace has millions of them.
+
+    `dims` and `type` are those of the payload among the arguments, [] and "" if they were not recorded.
     """
     args = event.get("args", {})
     at, dims, types = _payload_at(name, role), args.get("Input Dims") or (), args.get("Input type") or ()
@@ -186,7 +186,7 @@ def operator_of(name: str) -> str:
 
 
 class RowsOfCall(NamedTuple):
-    """The rows of one call: that of its record_param_comms, and the operator's around it."""
+    """The rows of one call: the one that has its fields, the operator around it, and the `External id` of every row."""
 
     comms_row: KinetoCall
     operator: KinetoCall | None
@@ -194,9 +194,23 @@ class RowsOfCall(NamedTuple):
 
 
 def rows_of_calls(rows: Sequence[KinetoCall]) -> list[RowsOfCall]:
-    """The calls, in order of issue. A row inside of another call's is how that one is carried out."""
-    fields_told = any("Collective name" in row.args for row in rows)
+    """The calls, in order of issue. A call inside of another one is how that is carried out, and does not count."""
+    role = _FIELDS if any("Collective name" in row.args for row in rows) else _BACKEND
     found: list[RowsOfCall] = []
+    for nested in _nested_rows(rows):
+        operator = next((row for row in nested if row.role == _OPERATOR), None)
+        ids = tuple(id_of(row.args, "External id") for row in nested)
+        with_fields = list(_outermost_rows(nested, role))
+        sending = [row for row in with_fields if row.args.get("Collective name") not in _NO_CALLS]
+        if with_fields:
+            found += [RowsOfCall(row, operator, ids if len(sending) == 1 else _own_ids(row, nested)) for row in sending]
+        elif operator is not None:
+            found.append(RowsOfCall(operator, operator, ids))
+    return sorted(found, key=lambda call: call.comms_row.start_us)
+
+
+def _nested_rows(rows: Sequence[KinetoCall]) -> Iterable[list[KinetoCall]]:
+    """Each row that is in no other row of its thread, followed by all rows inside of it, in order of their start."""
     open_: dict[object, list[KinetoCall]] = {}
     roots: dict[int, list[KinetoCall]] = {}
     for row in sorted(rows, key=lambda row: (row.start_us, -row.end_us, row.role)):
@@ -205,30 +219,21 @@ def rows_of_calls(rows: Sequence[KinetoCall]) -> list[RowsOfCall]:
             above.pop()
         roots.setdefault(id(above[0]) if above else id(row), []).append(row)
         above.append(row)
-    for cluster in roots.values():
-        operator = next((row for row in cluster if row.role == _OPERATOR), None)
-        ids = tuple(id_of(row.args, "External id") for row in cluster)
-        telling = list(_outermost_calls(cluster, _FIELDS if fields_told else _BACKEND))
-        sending = [row for row in telling if row.args.get("Collective name") not in _NO_CALLS]
-        if telling:
-            found += [
-                RowsOfCall(row, operator, ids if len(sending) == 1 else _own_ids(row, cluster)) for row in sending
-            ]
-        elif operator is not None:
-            found.append(RowsOfCall(operator, operator, ids))
-    return sorted(found, key=lambda call: call.comms_row.start_us)
+    return roots.values()
 
 
-def _outermost_calls(cluster: Sequence[KinetoCall], role: int) -> Iterator[KinetoCall]:
+def _outermost_rows(nested: Sequence[KinetoCall], role: int) -> Iterator[KinetoCall]:
+    """The rows of a role that are in no other row of this role."""
     end_us = -math.inf
-    for row in cluster:
+    for row in nested:
         if row.role == role and row.end_us > end_us:
             end_us = row.end_us
             yield row
 
 
-def _own_ids(row: KinetoCall, cluster: Sequence[KinetoCall]) -> tuple[int, ...]:
-    inside = [one for one in cluster if one.start_us >= row.start_us and one.end_us <= row.end_us]
+def _own_ids(row: KinetoCall, nested: Sequence[KinetoCall]) -> tuple[int, ...]:
+    """The ids of a row and of all rows inside of it."""
+    inside = [one for one in nested if one.start_us >= row.start_us and one.end_us <= row.end_us]
     return tuple(id_of(one.args, "External id") for one in inside)
 
 
@@ -281,7 +286,7 @@ def backend_word(op: str) -> str:
 
 
 def _times_on_gloo(calls: Sequence[RowsOfCall], gloo: Sequence[KinetoCall]) -> list[tuple[float | None, float | None]]:
-    """When gloo began each call, and how long it took, by its own rows, in order: the next one of the op."""
+    """Start and duration of each call in gloo's own rows: that of the next row of its op; None without one."""
     rows: dict[str, Iterator[KinetoCall]] = {}
     by_name: dict[str, list[KinetoCall]] = {}
     for row in gloo:
@@ -331,7 +336,7 @@ def _module_of_place(place: PlaceOfCall) -> str | None:
 
 
 def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[KinetoCall]) -> TracedCall:
-    """A call by its own rows."""
+    """A call, as its own rows state it."""
     comms_row, op = call.comms_row, _op_of_call(call)
     group = groups.of(comms_row.args)
     shapes, dtype = _payload_shapes(call), find_dtype(_dtype_word(call, gloo))
@@ -339,7 +344,7 @@ def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[KinetoCall]) ->
     if elements is not None:
         size = 0 if op == "barrier" else None if dtype is None else elements * dtype.item_bytes
         if shapes is not None and sum(map(math.prod, shapes)) != elements:
-            shapes = None  # of the other side of the call
+            shapes = None  # the recorded argument is not the payload
     else:
         size = 0 if op == "barrier" else payload_bytes(dtype, shapes)
     peer = comms_row.args.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
@@ -362,7 +367,7 @@ def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[KinetoCall]) ->
 
 
 def _count_elements(op: str, args: Mapping[str, Any]) -> int | None:
-    """The elements of the payload, as the profiler's own fields have them."""
+    """The number of elements of the payload, from the profiler's fields; None if they lack it."""
     elements = _as_whole_number(args.get(f"{'Out' if op in _OF_OUTPUT else 'In'} msg nelems"))
     if elements is not None and elements < 0:
         raise ValueError(f"a call has {elements} elements, which must be at least 0")
@@ -386,7 +391,7 @@ def _payload_shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:
     """The shapes of the payload where they were recorded."""
     for row in (call.operator, call.comms_row):
         if row is None or (row.role != _OPERATOR and _op_of_call(call) in _OF_OUTPUT):
-            continue  # the input
+            continue  # such a row has the input
         dims, word = _payload_as_argument(row)
         if dims or find_dtype(word):  # a scalar has no dims
             return tuple(_flatten_dims(dims))
@@ -403,7 +408,7 @@ def _flatten_dims(dims: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _dtype_word(call: RowsOfCall, gloo: Sequence[KinetoCall]) -> str:
-    """The profiler's name of the dtype; of a list gloo's own row of the same dims, the first one that follows."""
+    """The profiler's name of the dtype; for a list of tensors that of gloo's next row with the same dims."""
     if "dtype" in call.comms_row.args:
         return str(call.comms_row.args["dtype"])
     for row in (call.operator, call.comms_row):

@@ -1,11 +1,11 @@
 """Groups and kernels of a trace of the torch profiler, as its rows name them.
 
-Lists of ranks in a row are texts that are cut after 30 entries; those in the header are whole, but for an on-demand
-trace. A list that is shorter than its group is no list.
+A list of ranks in a row is a text that is cut after 30 entries; in the header it is whole, except in an on-demand
+trace. A list that is shorter than its group is ignored.
 
-A kernel is of the call whose row launched it (`External id`). One that communicates and came before the first of these
-is of a call that was issued before the trace began, since the device runs behind the host. Later ones, and those that a
-CUDA graph of the trace launched, are of calls that left no row. Times in microseconds.
+A kernel belongs to the call whose row launched it (`External id`). A communicating kernel before the first of these
+belongs to a call that was issued before the trace began, since the device runs behind the host. Later ones, and those
+that a CUDA graph of the trace launched, belong to calls that left no row. Times in microseconds.
 """
 
 import math
@@ -20,7 +20,7 @@ from shardproof.harness.traces.calls import MOST_RANKS, Stretches, TracedStep, c
 
 
 class TracedGroup(NamedTuple):
-    """A group as far as it is known: `ranks` () and `size` None where they are not."""
+    """A group as far as it is known: `ranks` is () and `size` None if they are not."""
 
     ranks: tuple[int, ...] = ()
     name: str = ""
@@ -29,7 +29,7 @@ class TracedGroup(NamedTuple):
 
 
 class Groups:
-    """The groups of a header, by torch's names of them. `ranks` has those whose lists are whole."""
+    """The groups of a header, by torch's names. `ranks` has those whose lists are complete."""
 
     def __init__(self, config: Sequence[Mapping[str, Any]]) -> None:
         self.ranks: dict[str, tuple[int, ...]] = {}
@@ -58,7 +58,7 @@ class Groups:
 
 
 def _numbers(value: object) -> tuple[int, ...]:
-    """A list of numbers, or a text of one; () for a text that is cut."""
+    """A list of numbers, or a text with one; () if the text is cut."""
     if isinstance(value, str):
         return () if "..." in value else tuple(map(int, re.findall(r"\d+", value)))
     if not isinstance(value, list | tuple) or any(type(one) is not int for one in value):
@@ -67,7 +67,7 @@ def _numbers(value: object) -> tuple[int, ...]:
 
 
 def _ranks_by_stride(args: Mapping[str, Any], size: int | None) -> tuple[int, ...]:
-    """The ranks of a group that are equally far apart, as torch says where they are."""
+    """The ranks of a group with a constant stride, if torch states that."""
     first, stride = args.get("Global rank start"), args.get("Global rank stride")
     if (
         not isinstance(first, int)
@@ -82,7 +82,7 @@ def _ranks_by_stride(args: Mapping[str, Any], size: int | None) -> tuple[int, ..
 
 
 _KERNELS = ("nccl", "rccl", "msccl")
-"""Words in the names of kernels that communicate; other kernels do where they were launched inside of a call."""
+"""Words in the names of kernels that communicate. So do other kernels that are launched inside of a call."""
 NO_ID = -1
 
 
@@ -108,7 +108,7 @@ class KernelRows:
         return len(self._starts)
 
     def bind(self, ids: Container[int]) -> "Kernels":
-        """The kernels, those launched by rows of these ids being of calls."""
+        """The kernels; those launched by rows with these ids belong to calls."""
         communicates = bytearray(named or one in ids for named, one in zip(self._named, self._launched_by, strict=True))
         by_id, of_no_call = dict[int, tuple[float, float]](), list[int]()
         for place, launched_by in enumerate(self._launched_by):
@@ -136,7 +136,7 @@ class KernelRows:
 
 
 def id_of(args: Mapping[str, object], name: str) -> int:
-    """An id in the fields of a row, NO_ID where it has none. Raises ValueError or TypeError for one that is none."""
+    """An id in the fields of a row, NO_ID if it has none. Raises ValueError or TypeError for an invalid one."""
     found = args.get(name, NO_ID)
     if not isinstance(found, int | float | str):
         raise TypeError(f"{name} is a {type(found).__name__}, and must be a number")
@@ -170,15 +170,23 @@ class StepTimes:
         self._ordered = sorted((start, end, number) for number, (start, end) in steps.items())
 
     def at(self, time_us: float) -> int | None:
-        """The step that goes on at a time."""
+        """The step at this time."""
         place = bisect_right(self._ordered, (time_us, math.inf, 0)) - 1
         return self._ordered[place][2] if place >= 0 and time_us < self._ordered[place][1] else None
+
+
+def extend_step(steps: dict[int, tuple[float, float]], number: int, start_us: float, end_us: float) -> None:
+    """Add a row of a step, which has one for each stream of a device."""
+    start, end = steps.get(number, (start_us, end_us))
+    steps[number] = min(start, start_us), max(end, end_us)
 
 
 def build_steps(
     steps: Mapping[int, tuple[float, float]], on_device: Mapping[int, tuple[float, float]], kernels: Kernels
 ) -> tuple[TracedStep, ...]:
-    """The steps; on the device one lasts until the next one begins there, and the last one to the last kernel."""
+    """The steps. On the device a step lasts until the next one begins there, and the last one until the last kernel
+    ends.
+    """
     exposed = minus(kernels.communication, kernels.computation)
     ordered = sorted(steps.items())
     starts = [on_device.get(number, times)[0] for number, times in ordered]

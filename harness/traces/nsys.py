@@ -28,7 +28,7 @@ from shardproof.harness.traces.calls import NSYS, Trace, TracedCall, find_op
 _DOMAIN, _CATEGORY = 75, 33
 _NCCL = "NCCL"
 _SETTLED_BY = {"forward": "data", "step": "grad_sync"}
-"""Phase of calls between a backward or step and what follows, by what follows (harness.recording.attribution)."""
+"""The phase of calls between a backward or step and what follows, by what follows (harness.recording.attribution)."""
 _SETTLED_AT_END = {**dict.fromkeys(BACKWARD, "grad_sync"), "step": "metric"}
 _QUERY = """
     SELECT e.start, e.end, e.eventType, COALESCE(e.text, s.value), e.category, e.domainId, e.globalTid, e.int64Value,
@@ -67,7 +67,7 @@ class _Stretch:
 
 
 def read_nsys(path: Path) -> list[Trace]:
-    """The traces of the ranks in a database. Raises RequestError for one that does not reconcile, or has no calls."""
+    """The traces of the ranks in a database. Raises RequestError for one that is inconsistent, or has no calls."""
     domains = _entries(path)
     if domains.get(DOMAIN):
         cases = read_own_ranges(path)
@@ -82,7 +82,7 @@ def read_nsys(path: Path) -> list[Trace]:
 
 
 def read_own_ranges(path: Path) -> dict[str, list[Trace]]:
-    """The traces of every case that shardproof ran, by its text. Raises RequestError where they do not reconcile."""
+    """The traces of every case that shardproof ran, by its text. Raises RequestError if they are inconsistent."""
     entries = _entries(path).get(DOMAIN, [])
     stretches = _stretches(path, [entry for entry in entries if entry.category == "rank"])
     if not stretches:
@@ -90,7 +90,7 @@ def read_own_ranges(path: Path) -> dict[str, list[Trace]]:
     shared = {s.process for s in stretches if any(o.process == s.process and o.thread != s.thread for o in stretches)}
     found: dict[str, list[Trace]] = {}
     for stretch in stretches:
-        alone = stretch.process not in shared  # the rank has its process to itself, else it is its thread
+        alone = stretch.process not in shared  # a rank is a process of its own, or a thread
         own = [e for e in entries if (e.process == stretch.process if alone else e.thread == stretch.thread)]
         mine = [e for e in own if stretch.start_ns <= e.start_ns <= stretch.end_ns]
         found.setdefault(stretch.case, []).append(_of_stretch(path, stretch, mine))
@@ -119,7 +119,7 @@ def _entries(path: Path) -> dict[str, list[_Entry]]:
     categories: dict[tuple[int, int, int], str] = {}
     for start, end, kind, text, category, domain, tid, number, fields in rows:
         process = _process(tid)
-        if kind == _CATEGORY:  # by time: the next case of a process names its categories anew
+        if kind == _CATEGORY:  # in order of time, since the next case of a process names its categories again
             categories[process, domain, category] = text
         elif kind != _DOMAIN:
             name = categories.get((process, domain, category), "")
@@ -129,7 +129,7 @@ def _entries(path: Path) -> dict[str, list[_Entry]]:
 
 
 def _payload(columns: set[str]) -> str:
-    """The column with a range's payload as JSON; releases differ."""
+    """The column of the JSON payloads of ranges, which depends on the release."""
     if "jsonText" in columns and "jsonTextId" in columns:
         return "COALESCE(e.jsonText, (SELECT value FROM StringIds WHERE id = e.jsonTextId))"
     if "jsonTextId" in columns:
@@ -138,7 +138,7 @@ def _payload(columns: set[str]) -> str:
 
 
 def _fields(text: str | None) -> Mapping[str, Any]:
-    """The fields of a payload by their names in small letters; none where there is no payload."""
+    """The fields of a payload by their names in lower case; empty without a payload."""
     found: Any = json.loads(text) if text else {}
     while isinstance(found, list):
         found = found[0] if found else {}
@@ -214,7 +214,7 @@ def _spent_us(call: _Entry) -> float:
 
 
 def _phase(call: _Entry, phases: Sequence[_Entry]) -> str:
-    """The phase whose range covers the call, else what follows settles it, else what came last."""
+    """The phase whose range covers the call, else the one by what follows, else the one before."""
     last = ""
     for phase in phases:
         if phase.start_ns > call.start_ns:
@@ -274,7 +274,7 @@ def _size(fields: Mapping[str, Any]) -> int | None:
 
 
 def _number(fields: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these fields that is a whole number; names of fields may say more."""
+    """The first of these fields that is an integer. Its name may have further words."""
     for wanted in names:
         for name, value in fields.items():
             if (name == wanted or (wanted != "rank" and wanted in name)) and isinstance(value, int):

@@ -20,7 +20,7 @@ EXPORT_LIMIT_S = 120.0
 
 
 def nsys_path() -> Path | None:
-    """Where nsys is, None when it is not installed."""
+    """The path of nsys, None if it is not installed."""
     found = shutil.which("nsys")
     return Path(found) if found else None
 
@@ -60,9 +60,9 @@ def _importers(nsys: Path) -> Iterator[Path]:
 
 
 def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> int:
-    """The exit status of a program whose output goes to a log. When it takes too long, all that it started is killed.
+    """The exit status of a program whose output goes to a log. If it takes too long, all that it started is killed.
 
-    Raises subprocess.TimeoutExpired then, OSError when it cannot be started.
+    Then it raises subprocess.TimeoutExpired; OSError if it cannot be started.
     """
     with log.open("ab") as output:
         running = subprocess.Popen(
@@ -71,7 +71,7 @@ def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Map
             stderr=output,
             stdin=subprocess.DEVNULL,
             env=None if environment is None else dict(environment),
-            start_new_session=True,  # so that nobody outlives it
+            start_new_session=True,  # so that nothing that it started outlives it
         )
     try:
         return running.wait(limit_s)
@@ -84,7 +84,9 @@ def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Map
 def run_logged(
     words: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Run a tool to its end, its output in `folder`/nsys.log. Raises MachineError with one sentence where it fails."""
+    """Run a tool to its end, with its output in `folder`/nsys.log. Raises MachineError with one
+    sentence if it fails.
+    """
     log, name = folder / "nsys.log", Path(words[0]).name
     try:
         status = run_to_end(words, log, limit_s, environment)
@@ -99,7 +101,7 @@ def run_logged(
 
 
 def nsys_error(why: str) -> MachineError:
-    """The error of an nsys that is not there or does not work."""
+    """The error of an nsys that is missing or does not work."""
     return MachineError(f"witness nsys is missing: {why}")
 
 
@@ -126,7 +128,7 @@ def on_gpus() -> str:
 def database_of(
     program: Sequence[str], folder: Path, *, device: str, timeout_s: float, environment: Mapping[str, str]
 ) -> Path:
-    """Run the program under nsys and export what was seen. Raises MachineError with one sentence when that fails."""
+    """Run the program under nsys and export the report. Raises MachineError with one sentence if that fails."""
     nsys = nsys_path()
     if nsys is None:
         raise nsys_error("nsys is not on PATH (Debian: nsight-systems in non-free; NVIDIA: nsight-systems-cli)")

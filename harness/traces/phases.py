@@ -1,12 +1,12 @@
 """The phase and the module of every call in a trace of the torch profiler, from the rows around it, in order of time.
 
 Phases follow the ledger's rules (harness.recording.lanes). Backward is inside an autograd node, inside torch's function
-that runs the nodes, or on autograd's own thread, recompute in a module or a checkpoint that runs inside a node, step
-inside an optimizer's, forward inside a model. The rest is settled by what follows. A model is an outermost module that
+that runs the nodes, or on autograd's own thread; recompute is in a module or a checkpoint that runs inside a node, step
+inside an optimizer's step, forward inside a model. What follows settles the rest. A model is an outermost module that
 calls others, since a trace does not name parameters. A loss or metric module without children has no phase of its own.
 Times in microseconds.
 
-Left open, "", is what a trace does not hold: whether a message goes between stages, whether an all_gather after a step
+A phase is "" if a trace cannot show it: whether a message goes between stages, whether an all_gather after a step
 gathers parameters, where the updates of a program without optimizers are. Without `with_stack=True` there are no
 modules: forward is then what DDP or an annotation encloses, or what lies between two operators whose backward follows.
 """
@@ -39,11 +39,11 @@ _WORDS: Mapping[str, str] = {
     "optimizer": "step",
     "optimizer step": "step",
 }
-"""What an annotation of the user says of the calls inside of it."""
+"""The phase that an annotation of the user states for the calls inside of it."""
 
 
 class TimedRow(NamedTuple):
-    """A row of a trace that matters. `elements` are those of a reduction's first argument, -1 where there are none."""
+    """A row of a trace that is used. `elements` are those of a reduction's first argument, -1 without any."""
 
     start_us: float
     end_us: float
@@ -56,9 +56,9 @@ class TimedRow(NamedTuple):
 
 
 class PlaceOfCall(NamedTuple):
-    """Where a call is: its phase ("" where it is unknown), its modules, outer ones first, and the function it is in.
+    """Where a call is: its phase ("" if unknown), its modules, outer ones first, and the function it is in.
 
-    `annotated`: an annotation of the user says the phase.
+    `annotated`: an annotation of the user states the phase.
     """
 
     phase: str
@@ -76,12 +76,12 @@ def _frame(function: object, name: str) -> str:
 _QUIET = _frame(torch.no_grad.__enter__, "__enter__")
 _LOUD = _frame(torch.no_grad.__exit__, "__exit__")
 _ENGINE = re.compile(r"torch/autograd/(__init__\.py\(\d+\): (backward|grad)$|graph\.py\(\d+\): _engine_run_backward$)")
-"""torch's functions that run a backward: behind its last node come callbacks (FSDP2's last reduce_scatter)."""
+"""torch's functions that run a backward: after its last node come callbacks (FSDP2's last reduce_scatter)."""
 _OUTSIDE = re.compile(r"<|torch/|.*(/torch/|site-packages/|dist-packages/)|threading\.py|runpy\.py|contextlib\.py")
 
 
 def kind_of(category: str, name: str) -> str:
-    """The kind of a row that is no call, "" for one that tells nothing of phase and place."""
+    """The kind of a row other than a call, "" for one that shows nothing of phase and place."""
     if category == "cpu_op":
         return NODE if name.startswith("autograd::engine::evaluate_function") else ""
     if category == "user_annotation":
@@ -106,11 +106,11 @@ def _word(name: str) -> str:
 
 
 _AT_ONCE = 2**16
-"""Rows that are made at once."""
+"""How many rows are made at once."""
 
 
 class TimedRows:
-    """Rows of a trace in columns, since a large one has millions."""
+    """The rows of a trace in columns, since a large one has millions."""
 
     def __init__(self) -> None:
         self._starts, self._ends = array("d"), array("d")
@@ -119,7 +119,7 @@ class TimedRows:
         self._pairs: set[tuple[str, object]] = set()
 
     def append(self, row: TimedRow) -> None:
-        """Take the next row, which is no call's."""
+        """Add the next row that is no call's."""
         self._starts.append(row.start_us)
         self._ends.append(row.end_us)
         self._kinds.append(self._number(row.kind))
@@ -137,7 +137,7 @@ class TimedRows:
     def autograd_threads(self) -> frozenset[object]:
         """Threads with autograd nodes and nothing of a program's own: the engine's for a device.
 
-        None where no thread is seen to be the program's: backward runs in that one on a CPU.
+        None if no thread is seen to be the program's: on a CPU backward runs in that one.
         """
         nodes = {thread for kind, thread in self._pairs if kind == NODE}
         others = {thread for kind, thread in self._pairs if kind != NODE}
@@ -156,7 +156,7 @@ class TimedRows:
                 yield place, TimedRow(self._starts[place], self._ends[place], kind, thread, name)
 
     def calling_modules(self) -> bytearray:
-        """For each place whether the row is a module inside of which another module starts."""
+        """For each place, whether its row is a module in which another module starts."""
         found = bytearray(len(self._starts))
         open_: dict[object, list[tuple[float, int]]] = {}
         for place, row in self.in_order(MODULE):
@@ -185,7 +185,7 @@ def _order_of_row(row: TimedRow) -> tuple[float, float, int]:
 
 @dataclass(slots=True)
 class _Open:
-    """A row that is going on in its thread."""
+    """A row that is in progress in its thread."""
 
     row: TimedRow
     kind: str
@@ -215,7 +215,7 @@ class _Sweep:
             self._call(row, above)
             return
         if kind in (QUIET, LOUD):
-            # A trace that begins inside of a no_grad shows its end alone.
+            # A trace that begins inside of a no_grad has its end alone.
             depth = self._no_grad.get(row.thread, 0) + (1 if kind == QUIET else -1)
             self._no_grad[row.thread] = max(depth, 0)
             return
@@ -243,7 +243,7 @@ class _Sweep:
             above.append(_Open(row, kind, model))
 
     def places(self) -> list[PlaceOfCall]:
-        """The places; the end of the trace settles what is open."""
+        """The places; calls that wait are settled as at the end of the trace."""
         self._settle("")
         return [self._found[index] for index in range(self.calls)]
 
@@ -260,7 +260,7 @@ class _Sweep:
         self._found[row.call] = PlaceOfCall(phase, modules, caller, annotated)
 
     def _phase(self, row: TimedRow, above: Sequence[_Open]) -> tuple[str, bool]:
-        """The phase of a call, "" where it is unknown, or pending; and whether an annotation of the user says it."""
+        """The phase of a call, "" if it is unknown or pending; and whether an annotation of the user states it."""
         kinds = [open_.kind for open_ in above if open_.kind != FRAME]
         named = [_WORDS[_word(open_.row.name)] for open_ in above if open_.kind == NAMED]
         if row.op in ("send", "recv"):
@@ -289,11 +289,11 @@ class _Sweep:
         return "", False
 
     def _is_quiet(self, thread: object, above: Sequence[_Open]) -> bool:
-        """Gradients are off, as the user said, in a module that is no model."""
+        """Whether the user turned gradients off, in a module that is no model."""
         return self._no_grad.get(thread, 0) > 0 and any(open_.kind == MODULE for open_ in above)
 
     def _settle(self, by: str) -> None:
-        """What follows settles the calls before it; without modules, where both sides are sure to be of one phase."""
+        """What follows settles the calls before it; without modules, only if both sides are surely of one phase."""
         last = {"backward": "grad_sync", "stepped": "metric"}
         sure = {("backward", "grad_sync"): "grad_sync", ("operator", "forward"): "forward"}
         for call, since in self._pending:

@@ -1,6 +1,7 @@
-"""Traces of any format, by their content: one function for a file, one for the files of a job.
+"""Traces of any format, recognised by their content: one function for a file, one for the files of a job.
 
-The torch profiler on gloo knows neither groups nor dtypes; torch's Flight Recorder of the same stretch completes it.
+The torch profiler on gloo knows neither groups nor dtypes; a dump of torch's Flight Recorder of the same time adds
+them.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from shardproof.harness.traces.nsys_export import export_report, nsys_path
 _UNLOGGED = {"send", "recv_", "recv_any_source_", "monitored_barrier_"}
 """Operators that gloo's log leaves out."""
 _SEVERAL = {"reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
-"""Operators that gloo lowers to one call for each of their input tensors."""
+"""Operators that gloo carries out as one call for each of their input tensors."""
 
 
 def with_log(trace: Trace, log: Trace) -> Trace:
@@ -65,7 +66,7 @@ _HEAD_BYTES = 2**20
 
 
 def read_trace(path: Path) -> list[Trace]:
-    """The traces of the ranks in a file: one, but for a report of nsys. Raises RequestError, in one sentence."""
+    """The traces of the ranks in a file: one, except in a report of nsys. Raises RequestError, in one sentence."""
     if path.suffix in REPORTS:
         return _read_report(path)
     with refuse_torn("trace", path, LEGAL), open_trace(path) as file:
@@ -80,7 +81,7 @@ def read_trace(path: Path) -> list[Trace]:
 
 
 def _read_report(path: Path) -> list[Trace]:
-    """The traces in a report that nsys has yet to export. Raises RequestError where there is no nsys."""
+    """The traces in a report that nsys must export first. Raises RequestError without nsys."""
     nsys = nsys_path()
     if nsys is None:
         rule = "is a report, which the nsys that made it must export, and nsys is not on PATH"
@@ -94,9 +95,9 @@ def _read_report(path: Path) -> list[Trace]:
 def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
     """The traces in these files and folders, by rank.
 
-    A trace of the torch profiler and a dump of the Flight Recorder of one rank are one trace: the dump completes it.
-    A file that does not state its rank has it in its name, where the pattern's group 1 matches. Raises RequestError for
-    what is no trace, a file without a rank, and two files of one rank.
+    A trace of the torch profiler and a dump of the Flight Recorder of one rank are one trace: the dump completes it. If
+    a file does not state its rank, the pattern's group 1 matches it in the name. Raises RequestError for what is no
+    trace, a file without a rank, and two files of one rank.
     """
     pattern = rank_pattern(rank_regex)
     found: dict[int, Trace] = {}

@@ -1,1 +1,1 @@
-"""Verdicts and failed checks as records, their rows in `verdicts.jsonl`, and the one file that makes words of them."""
+"""Verdicts and failed checks as records, their rows in `verdicts.jsonl`, and their sentences, in one place."""

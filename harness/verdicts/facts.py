@@ -19,16 +19,16 @@ Counts = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What a check or a cause states: the id of its sentence (`verdicts.sentences`), and what the sentence names.
+    """What a check or a cause states: the id of its sentence (`verdicts.sentences`), and the values in it.
 
-    `values` are texts, numbers, facts as mappings, and lists of these. Raises ValueError without such a sentence.
+    `values` are texts, numbers, facts as mappings, and lists of these. Raises ValueError if there is no such sentence.
     """
 
     id: str
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _ = self.text  # a fact without a sentence is found where it is made, and not in a report
+        _ = self.text  # a fact without a sentence raises where it is made, and not in a report
 
     @property
     def text(self) -> str:
@@ -37,7 +37,7 @@ class Fact:
 
 
 def state_fact(id: str, /, **values: Any) -> Fact:
-    """The fact of this id with these values, as JSON would give them back."""
+    """The fact of this id with these values, as they would come back from JSON."""
     return Fact(id=id, values={name: _as_stored(value) for name, value in values.items()})
 
 
@@ -70,7 +70,7 @@ def _as_stored(value: Any) -> Any:
 
 
 class NoteKind(StrEnum):
-    """What a note is about."""
+    """The kind of a note: what it is about."""
 
     NOT_RETURNED = "not returned"  # names of the truth that no rank returned
     LEFT_OUT = "left out on purpose"  # those that subject.unchecked declares
@@ -81,7 +81,7 @@ class NoteKind(StrEnum):
     DEVIATES = "stated deviation"
     DEVIATION_ABSENT = "stated deviation that does not occur"
     DEVIATION_APPLIED = "stated deviation that the truth applies"
-    LOWER_PRECISION = "lower precision"  # names: the dtype; reason: where it comes from
+    LOWER_PRECISION = "lower precision"  # names: the dtype; reason: its origin
     DTYPE_DEPENDENT = "depends on the dtype"  # reason: the operator of the dense model
     CLOSED_FORM = "closed form"  # reason: what it leaves out
     DOUBT = "not certain"  # reason: what the recorder was not certain of
@@ -95,8 +95,8 @@ class NoteKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worst:
-    """The tensor (or event) that came closest to its limit or went furthest beyond it; `epsilons` count its error in
-    the machine epsilon of the case's dtype.
+    """The tensor (or event) closest to its limit, or furthest beyond it; `epsilons` count its error in the machine
+    epsilon of the case's dtype.
     """
 
     name: str
@@ -111,12 +111,12 @@ _LEAST: Mapping[NoteKind, Counts] = {
     NoteKind.UNFINISHED_GROUPING: (1, 0),
     NoteKind.SPLIT_SHARE: (0, 1),
 }
-"""Kind of a note -> the least names and numbers that it must have."""
+"""Kind of a note -> the fewest names and numbers that it must have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A bound of a verdict: what was not looked at, or not decided, by kind, names and a reason.
+    """A limit of a verdict: what was not checked, or not decided, by kind, names and a reason.
 
     Raises ValueError for a kind without the names or numbers that it is about (_LEAST).
     """
@@ -138,12 +138,12 @@ def notes_about(**names: tuple[str, ...]) -> tuple[Note, ...]:
 
 
 def note_unchecked(*reasons: str) -> tuple[Note, ...]:
-    """Notes on what was not looked at, for these reasons."""
+    """Notes on what was not checked, for these reasons."""
     return tuple(Note(kind=NoteKind.UNCHECKED, reason=reason) for reason in reasons)
 
 
 def noted_names(notes: tuple[Note, ...], *kinds: NoteKind) -> list[str]:
-    """The names in the notes of these kinds, of all kinds where none is given."""
+    """The names in the notes of these kinds; of all kinds if none is given."""
     return [name for note in notes if not kinds or note.kind in kinds for name in note.names]
 
 
@@ -169,8 +169,8 @@ class First:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where a check failed: mode and number of ranks of the case, the wrong ranks (empty: all, or not known), step (-1:
-    not known), phase, module and tensor.
+    """Where a check failed: mode and number of ranks of the case, the wrong ranks (empty: all, or unknown), step (-1:
+    unknown), phase, module and tensor.
     """
 
     mode: str
@@ -202,7 +202,7 @@ class LikelyCause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementByKind:
-    """Which tensors agree with the truth, by kind, and which do not: known where no cause is."""
+    """Which tensors agree with the truth, by kind, and which do not; for failures without a known cause."""
 
     wrong: Mapping[str, Counts] = field(default_factory=dict)
     right: Mapping[str, Counts] = field(default_factory=dict)
@@ -210,20 +210,20 @@ class AgreementByKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RightWith:
-    """Words with which a failing case is right, but for checks that fail for another reason."""
+    """Words with which a failing case is right, except for checks that fail for another reason."""
 
     words: str
     but_for: tuple[str, ...] = ()
 
 
 class WhenKind(StrEnum):
-    """What the experiments on a failure came to."""
+    """The result of the experiments on a failure."""
 
     NEEDED = "needed"  # the failure needs these words
     NONE_NEEDED = "none needed"  # no word is known to be needed
     UNDECIDED = "undecided"  # no other case shows it
     REFUTED = "refuted"  # the plainest case did not fail again
-    NOT_RUN_AGAIN = "not run again"  # no time was left to run the statements once more
+    NOT_RUN_AGAIN = "not run again"  # no time was left to confirm the statements
     NOT_SEARCHED = "not searched"  # no time was left at all
     OTHER_FAULT = "other fault"  # another fault of the case was examined
     ONLY_IN_THREADS = "only in threads"  # on processes the case passes
@@ -231,11 +231,11 @@ class WhenKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class When:
-    """Which words of a case its failure needs, found by running it with words changed.
+    """The words of a case that its failure needs, found by running it with words changed.
 
     `fails` are words with the values with which it fails ("tp=2|4"), `right` words with which it is right. `perhaps`
-    are words of which nothing is known, `untried` those for which there was no time. `case` is the case that was tried.
-    `runs` is how many cases were run for it, in how many `seconds`.
+    are words of which nothing is known, `untried` those for which there was no time. `case` is the case that was tried,
+    `runs` how many cases were run for it, in how many `seconds`.
     """
 
     kind: WhenKind
@@ -252,7 +252,7 @@ class When:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """How a case ended that left nothing to compare: the lines of its error, and the innermost frames of the user's
-    code. `traceback` is the file in the run folder that has all of it. Raises ValueError without a line.
+    code. `traceback` is the file in the run folder with all of it. Raises ValueError without a line.
     """
 
     machine: bool
@@ -269,7 +269,7 @@ class End:
 class FailedCheck:
     """A failed check explained: where, by how much, the first place, likely causes, and how to repeat it.
 
-    `end` is None where ranks returned an outcome. `events` are those on which witnesses differ, of how many. `problem`
+    `end` is None if ranks returned an outcome. `events` are those on which witnesses differ, out of how many. `problem`
     is why nothing more is known: the diagnosis itself failed.
     """
 
@@ -287,10 +287,10 @@ class FailedCheck:
 
     @property
     def fault(self) -> tuple[tuple[LikelyCause, ...], AgreementByKind]:
-        """What sets the faults of one case apart: failures with other causes are of another one."""
+        """What distinguishes the faults of one case: failures with other causes belong to another fault."""
         return self.causes, self.agreement
 
     @property
     def place(self) -> tuple[str, str] | None:
-        """Phase and module of the first place, None where no phase is known."""
+        """Phase and module of the first place, None if no phase is known."""
         return (self.first.phase, self.first.region) if self.first.phase in PHASES else None

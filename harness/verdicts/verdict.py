@@ -1,6 +1,6 @@
-"""The verdict of a check on a case, and its row in `verdicts.jsonl`: frozen dataclasses as JSON and back.
+"""The verdict of a check on a case, and its row in `verdicts.jsonl`: frozen dataclasses to JSON and back.
 
-Values that are defaults are left out, "inf" and "nan" are text. A record may hold texts, numbers, tuples, mappings from
+Values that are defaults are left out; "inf" and "nan" are text. A record may hold texts, numbers, tuples, mappings from
 text, enums of text and other such records; its annotations are its schema. `Any` is a text, a number, a list or an
 object of these.
 """
@@ -33,13 +33,13 @@ def row_of(record: Any) -> dict[str, Any]:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> object:
-    """The default of a field, MISSING where it has none."""
+    """The default of a field, MISSING if it has none."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: numbers that JSON does not know become text."""
+    """A value as JSON can hold it: numbers that JSON does not have become text."""
     if dataclasses.is_dataclass(value):
         return row_of(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def record_of(kind: type[Record], row: object) -> Record:
-    """The record that a row holds; unknown keys are ignored. Raises ValueError naming the field that is none."""
+    """The record of a row; unknown keys are ignored. Raises ValueError naming an invalid field."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{kind.__name__}={row!r}: must be an object")
     hints = _hints(kind)
@@ -86,7 +86,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _read_value(hint: Any, value: Any) -> Any:
-    """The value of an annotation that JSON gave. Raises ValueError where it is of another kind."""
+    """A value from JSON as this annotation demands. Raises ValueError if it is of another kind."""
     if hint is Any:
         return _read_any(value)
     origin, arguments = get_origin(hint), get_args(hint)
@@ -122,14 +122,14 @@ def _read_any(value: Any) -> Any:
 
 
 def _simple(hint: Any, value: Any) -> Any:
-    """A text, number or truth value. Raises ValueError where it is another."""
+    """A text, number or truth value. Raises ValueError for any other."""
     if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if hint is int and isinstance(value, int) and abs(value) >= _MOST:
         raise ValueError(f"{value} must be an integer of 64 bits")
-    if hint is str and isinstance(value, str):  # half of a surrogate pair can be written as JSON, and nowhere else
+    if hint is str and isinstance(value, str):  # JSON can express half of a surrogate pair, but files cannot hold it
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
@@ -159,7 +159,7 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 _NUMBER = re.compile(r"(?<![a-z])\d+")
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
-"""`skip` is the word of a case that the subject does not claim; no check ever answers it."""
+"""`skip` is the verdict on a case that the subject does not claim; no check returns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class Verdict:
 
     @property
     def site(self) -> str:
-        """What failures of one bug have in common: phase and module of the first place, layers as one; else the
+        """What failures of one bug have in common: phase and module of the first place, with layers as one; else the
         statement, without its numbers.
         """
         place = self.failure.place if self.failure else None
@@ -212,5 +212,5 @@ class Verdict:
 
 
 def verdict_of(row: object) -> Verdict:
-    """The verdict that a row holds. Raises ValueError naming the field that is wrong."""
+    """The verdict of a row. Raises ValueError naming an invalid field."""
     return record_of(Verdict, row)

@@ -1,7 +1,7 @@
 """Sentences of verdicts, for terminal, page, markdown and pytest; those of single facts are in `sentences`.
 
-A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; and `when` behind
-experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
+A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; and `when` after
+experiments. No sentence is parsed: every reader takes the records (`verdicts.facts`).
 """
 
 import math
@@ -27,9 +27,9 @@ NO_CAUSE = "none of the known patterns fits"
 _EXACT = "compared exactly: nothing is allowed to differ"
 _NOTHING = "nothing to measure: this must never be"
 _LISTED = 12
-"""Most words that a line names in a row."""
+"""The most words in a list."""
 _AMOUNTS = 3
-"""Different amounts of what is split that a note lists."""
+"""The most shares of split parameters that a note lists."""
 _WHEN = {
     WhenKind.UNDECIDED: "no other case shows it: each cannot be run or decided, fails for another reason, or changes "
     "further words",
@@ -56,18 +56,18 @@ def render(check: str, statement: str, worst: Worst | None, failure: FailedCheck
 
 
 def label_lines(lines: Mapping[str, str]) -> list[str]:
-    """Lines with their labels before them, each in one line whatever a text holds."""
+    """Lines after their labels, each as a single line."""
     return [f"{label + ':':8}{' '.join(text.split())}" for label, text in lines.items()]
 
 
 def notes_text(notes: Sequence[Note]) -> str:
-    """What a check left open, in a cell of a table: the first note, and how many more there are."""
+    """What a check left open, for a cell of a table: the first note, and how many more there are."""
     more = f" and {len(notes) - 1} more" if len(notes) > 1 else ""
     return note_text(notes[0]) + more if notes else ""
 
 
 def note_text(note: Note) -> str:
-    """A note of one check on one case: its first names or its reason."""
+    """A note of one check on one case: its first names, or its reason."""
     if note.kind == NoteKind.LOOSE:
         loose, elements = note.numbers
         return f"{note.names[0]}: {loose} of {elements} elements, whose step is within rounding"
@@ -115,7 +115,7 @@ def _ranks(place: Where) -> str:
 
 
 def _error(check: str, worst: Worst | None, failure: FailedCheck) -> str:
-    """By how much it is wrong, beside what is allowed."""
+    """The error, and what is allowed."""
     if failure.end is not None:
         nothing = "nothing to compare: there is no outcome"
         file = failure.end.traceback
@@ -170,7 +170,9 @@ def first_place(first: First) -> str:
 
 
 def _agreement(known: AgreementByKind) -> str:
-    """That no cause fits, and by kind which tensors agree with the truth and which do not, where they were counted."""
+    """For a failure without a cause: which tensors agree with the truth and which do not, by kind, if they were
+    counted.
+    """
     right, wrong = (
         ", ".join(f"{kind} {count} of {of}" for kind, (count, of) in counts.items())
         for counts in (known.right, known.wrong)
@@ -182,7 +184,7 @@ def _agreement(known: AgreementByKind) -> str:
 
 
 def when_line(when: When) -> str:
-    """Which words of its case a failure needs: a list of statements, each of which is one run.
+    """The words of its case that a failure needs: a list of statements, each of which is one run.
 
     "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')".
     """
@@ -202,8 +204,8 @@ def when_line(when: When) -> str:
 
 
 def follows(shown: str, counts: Mapping[str, int], cases: int) -> str:
-    """Checks that fail from the same first place on as the `shown` one, with the number of their cases; "" where none
-    does. Of the shown check itself these are further cases.
+    """Checks that fail from the same first place on as the `shown` one, with the number of their cases; "" without any.
+    Of the shown check itself these are further cases.
     """
     others = {check: count for check, count in counts.items() if check != shown}
     alike, many = {*others.values()} == {cases}, len(others) > 1
@@ -220,7 +222,7 @@ def place(statement: str, failure: FailedCheck | None) -> str:
 
 
 def describe_decided(kinds: Mapping[str, Counts]) -> str:
-    """How many tensors were decided, of all, or of each kind that is not decided whole; "" where none was counted."""
+    """How many tensors were decided: of all, or of each kind that is not fully decided; "" if none was counted."""
     known, tensors = (sum(counts[place] for counts in kinds.values()) for place in (0, 1))
     if not kinds:
         return ""
@@ -241,7 +243,7 @@ def describe_undecided(kind: str, patterns: Mapping[str, int], tensors: int, cas
 
 
 def split_shares(shares: Mapping[int, int]) -> str:
-    """A note on the shares of parameters that are split, in per cent, with the number of their cases."""
+    """A note on the percentage of parameters that are split, with the number of cases."""
     least, most = min(shares), max(shares)
     share = f"{least} %" if least == most else f"from {least} to {most} %"
     return f"{share} of parameter elements are sharded ({_cases(sum(shares.values()))})"
@@ -256,7 +258,7 @@ def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Seque
 
 
 def left_out_fields(fields: Sequence[str], cases: int) -> str:
-    """A note on what a closed form says nothing of."""
+    """A note on what a closed form leaves open."""
     return f"not checked: {', '.join(fields)} of the calls: the closed form leaves them out ({_cases(cases)})"
 
 
@@ -274,17 +276,17 @@ def dtype_dependent(reason: str, cases: int) -> str:
 
 
 def lower_precision(dtype: str, reason: str, cases: int) -> str:
-    """A note on cases that were held to the limits of a lower precision."""
+    """A note on cases that were judged by the limits of a lower precision."""
     return f"not checked: errors below those of {dtype} ({reason}) in {_cases(cases)}"
 
 
 def doubt(reason: str, cases: int) -> str:
-    """A note on what the recorder was not certain of."""
+    """A note on what the recorder was uncertain of."""
     return f"not certain: {reason} ({_cases(cases)})"
 
 
 def describe_grouping(words: str, problem: str) -> str:
-    """A grouping of a batch that was not finished."""
+    """A grouping of a batch that did not finish."""
     return f"{words} ({problem})"
 
 

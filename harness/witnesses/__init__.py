@@ -1,1 +1,1 @@
-"""Independent ways to see the same events."""
+"""Independent observers of the same events."""

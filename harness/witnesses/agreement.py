@@ -1,11 +1,11 @@
-"""The witnesses compared event by event: op, group, payload bytes, phase and order, the ledger in the middle.
+"""Compares the witnesses event by event: op, group, payload bytes, phase and order, with the ledger in the middle.
 
-Other witnesses are put in order of issue and compared one by one. Where one of them misses or invents an event, the
-rest is aligned again, so that one slip is reported as one. The closed form knows no order: every recorded event uses up
-one of its terms, and what is left over is missing. A field that a witness cannot know is left open: no `groups` or
-several, payload_bytes UNKNOWN, phase or region "", step -1. Of several groups the ledger's must be one; other open
-fields are not compared. `open_fields` counts groups, payloads and phases.
-Times are microseconds on the witness's own clock.
+Other witnesses are put in order of issue and compared one by one. If one of them misses or invents an event, the rest
+is aligned again, so that a single difference is reported once. The closed form has no order: every recorded event uses
+up one of its terms, and what is left over is missing. A field that a witness cannot know is open: no `groups` or
+several, payload_bytes UNKNOWN, phase or region "", step -1. Of several groups one must be the ledger's; other open
+fields are not compared. `open_fields` counts groups, payloads and phases. Times are microseconds on the witness's own
+clock.
 """
 
 from collections import Counter
@@ -26,7 +26,9 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """A collective on one rank as a witness saw it; `index` counts the rank's sightings in order of issue."""
+    """A collective on one rank as a witness saw it; `index` is its number among the rank's
+    sightings in order of issue.
+    """
 
     rank: int
     index: int
@@ -41,7 +43,7 @@ class Sighting:
 
 
 def sighting_of(call: TracedCall, rank: int, index: int, **known: Any) -> Sighting:
-    """A call of a trace as a witness saw it; `known` has fields that others tell better."""
+    """A call of a trace as a witness saw it; `known` has fields that other sources know better."""
     facts: dict[str, Any] = {
         "groups": (tuple(sorted(call.group)),) if call.group else (),
         "payload_bytes": UNKNOWN if call.payload_bytes is None else call.payload_bytes,
@@ -64,20 +66,20 @@ def of_ledger(events: Iterable[Event]) -> list[Sighting]:
 
 
 def in_words(seen: Sighting) -> str:
-    """ "backward all_reduce of 512 B over 0,1"; what the witness does not know is "?"."""
+    """ "backward all_reduce of 512 B over 0,1", with "?" for what the witness does not know."""
     payload = "?" if seen.payload_bytes == UNKNOWN else str(seen.payload_bytes)
     return f"{seen.phase or '?'} {seen.op} of {payload} B over {group_text(seen)}"
 
 
 def group_text(seen: Sighting) -> str:
-    """The ranks of the group, "0,1"; several when it is one of them, "?" when it is unknown."""
+    """The ranks of the group, "0,1"; several if it is one of them, "?" if it is unknown."""
     return " or ".join(",".join(map(str, group)) for group in seen.groups[:3]) or "?"
 
 
 AGREES, MISSING, NOT_ASKED = "=", "missing", "-"
 CLOSED_FORM = "closed_form"
 _Left = tuple[int | None, int | None]
-"""Calls and bytes that no event has used up, None where none are stated."""
+"""Calls and bytes that no event has used up, None if none are stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ class Agreement:
 
     @property
     def broken(self) -> tuple[Row, ...]:
-        """The rows on which somebody contradicts, the first issued first."""
+        """The rows in which a witness contradicts the ledger, in order of issue."""
         return tuple(sorted((row for row in self.rows if not row.agrees), key=lambda row: (row.index, row.rank)))
 
 
@@ -129,9 +131,9 @@ def agreement(
     terms: Iterable[TermLike] | None = None,
     axes: Axes = MappingProxyType({}),
 ) -> Agreement:
-    """Hold every witness's sightings against the recorder's, and `events` (those of `recorded`) against the terms.
+    """Compare every witness's sightings with the recorder's, and `events` (those of `recorded`) with the terms.
 
-    Some terms may hold for ranks at some places of `axes` alone.
+    Some terms may hold for ranks at some coordinates of `axes` alone.
     """
     ranks = sorted({seen.rank for seen in recorded}.union(*({s.rank for s in seen} for seen in others.values())))
     words: dict[tuple[int, int], dict[str, str]] = {}
@@ -201,7 +203,7 @@ def _count_open_fields(seen: Sighting) -> int:
 def _cover_events(
     recorded: Sequence[Sighting], events: Sequence[Event], forms: Mapping[int, ClosedForm]
 ) -> tuple[dict[tuple[int, int], str], list[Row]]:
-    """The closed form's word on every event, and the calls it states that were not recorded."""
+    """The closed form's word on every event, and the calls that it states and that were not recorded."""
     words: dict[tuple[int, int], str] = {}
     left: dict[int, dict[EventKey | Term, _Left]] = {}
     for rank, form in forms.items():

@@ -28,19 +28,20 @@ from shardproof.harness.torch_internals.backends import default_store, distribut
 
 
 def steps_text(steps: range) -> str:
-    """The steps as they are requested: "2:4"."""
+    """The steps as requested: "2:4"."""
     return f"{steps.start}:{steps.stop}"
 
 
 def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
-    """Run the program as this rank: how many optimizer steps were over when each of its steps was."""
+    """Run the program as this rank. Returns, for each step, how many optimizer steps were over at its end."""
     attribution, ends, taken = Attribution(), list[int](), 0
 
     def emit(plain: tuple[Any, ...]) -> None:
         nonlocal taken
         seen, before = read_observation(plain), attribution.step
         attribution.feed(seen)
-        if attribution.step > before and taken > (ends[-1] if ends else 0):  # no step that is known by its parameters
+        # Steps without an optimizer step, known by changed parameters alone, do not count.
+        if attribution.step > before and taken > (ends[-1] if ends else 0):
             ends.append(taken)
         taken += isinstance(seen, Stepped)
 
@@ -53,9 +54,9 @@ def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
 def watch_steps(
     steps: range, ends: Sequence[int], make: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """While the body runs the program: inside of `make()` from the begin of the first of the steps to the last's end.
+    """Run the program in the body, inside of `make()` from the begin of the first of the steps to the end of the last.
 
-    Raises MachineError when the program has fewer steps, by `ends`.
+    Raises MachineError if the program has fewer steps, by `ends`.
     """
     if steps.stop > len(ends):
         why = f"the program ends {len(ends)} of them, as its optimizers tell"
@@ -88,12 +89,12 @@ def terms_of(
 ) -> tuple[tuple[Term, ...] | None, str]:
     """The closed form of these steps, or None and the reason.
 
-    A closed form counts a whole run. Where the run of one step has each call as many times less as there are steps, all
-    steps are equal. Otherwise it is unknown to which step the rest belongs.
+    A closed form counts the calls of a whole run. It can be cut into steps only if all steps are alike: the run must
+    have each call `case.steps` times as often as the same case with one step.
     """
     try:
         short = tuple(expected(case.but(steps=1)) if expected is not None else ())
-    except Exception as problem:  # a third party's function on a case that nobody asked it before
+    except Exception as problem:  # a subject's own function; nobody may have called it with one step
         return None, f"the closed form of one step failed: {error_text(problem)}"
     every, summed = tuple(terms), list[Term]()
     for at in [dict(at) for at in dict.fromkeys(tuple(sorted(_at(term).items())) for term in (*every, *short))]:
@@ -110,7 +111,7 @@ def _at(term: TermLike) -> dict[str, int]:
 
 
 def _unequal_terms(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
-    """Terms that a run of all steps does not have as many times as there are steps, "" when it has all."""
+    """What differs between a run of all steps and `steps` times one step; "" for nothing."""
     for line in (*whole.complete, *single.complete):
         all_steps, one_step = whole.complete[line], single.complete[line]
         if all_steps != steps * one_step:
@@ -139,15 +140,15 @@ def capture_range(device: torch.device) -> Iterator[None]:
 
 
 def _together(what: str) -> None:
-    """Wait until every rank is here, by the store: a barrier would be a call that witnesses see."""
+    """Wait until every rank is here, by the store: witnesses would see the call of a barrier."""
     store, ranks = default_store(), range(dist.get_world_size())
     store.set(f"{what}/{dist.get_rank()}", "")
     store.wait([f"{what}/{rank}" for rank in ranks])
 
 
 class TorchTrace:
-    """The torch profiler over the stretch for which it is entered, and beside it torch's own log of the same calls (its
-    Flight Recorder). Both are written later, since that takes seconds.
+    """The torch profiler while it is entered, and torch's own log of the same calls (its Flight Recorder). Both are
+    written later, since that takes seconds.
     """
 
     def __init__(self, *, cuda: bool, stacks: bool = False) -> None:
@@ -163,7 +164,7 @@ class TorchTrace:
         return self
 
     def note_groups(self) -> None:
-        """Note the groups that there are now: what the profiler wrote at its start lacks those made since."""
+        """Record the groups that exist now: what the profiler wrote at its start lacks those made since."""
         self._header = distributed_header(self._profile) or self._header  # the world may be destroyed by now
 
     def __exit__(self, *_: object) -> None:

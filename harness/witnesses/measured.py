@@ -48,14 +48,14 @@ from shardproof.harness.witnesses.chosen import TorchTrace, capture_range, step_
 from shardproof.harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 _START_S = 60.0
-"""The processes of the ranks start and import: a busy machine takes its time."""
+"""How long processes of ranks may take to start and import on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """Request of a session: the subject by name, the cases, one tool ("torch" or "nsys"), and numbers of runs.
+    """The request of a session: the subject by name, the cases, one tool ("torch" or "nsys"), and numbers of runs.
 
-    The numbers are how often each case runs before and unwatched. `steps` are watched and timed, None for whole runs.
+    These are how often each case runs before and unwatched. `steps` are watched and timed, None for whole runs.
     """
 
     subject: str
@@ -70,9 +70,9 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRank:
-    """Result of one rank: the recorder's ledger of the whole run, and the calls that the witness was there for.
+    """The result of one rank: the recorder's ledger of the whole run, and the calls that the witness watched.
 
-    Then seconds of the unwatched runs and of the watched one, and both digests.
+    Then seconds of the unwatched runs and of the watched one, and the digests of both.
     """
 
     events: tuple[Event, ...]
@@ -85,7 +85,7 @@ class WatchedRank:
 
 
 def main(word: str) -> int:
-    """Run the job of this folder; exit status 1 when a rank did not come to its end in time."""
+    """Run the job of this folder. Exit status 1 if a rank did not end in time."""
     folder = Path(word)
     left = folder / "job.pickle"
     job: SessionRequest = pickle.loads(left.read_bytes())
@@ -122,9 +122,10 @@ def _rank(_pipe: Connection, _memory: int, rank: int, world_size: int, folder: P
 
 
 def measure(rank: int, job: SessionRequest, case: CaseLike, folder: Path) -> WatchedRank:
-    """Run the case on this rank as the job says, torch.distributed being initialised; the witness's files to `folder`.
+    """Run the case on this rank as the job says, with torch.distributed initialised; the witness's files go to
+    `folder`.
 
-    Raises MachineError when the chosen steps are not there.
+    Raises MachineError if there are no such steps.
     """
     subject: Any = resolve(job.subject)
     with session(subject):
@@ -149,7 +150,7 @@ def measure(rank: int, job: SessionRequest, case: CaseLike, folder: Path) -> Wat
 
 
 class _Program:
-    """The subject on this rank, as often as it is run, and the stretch of a run that counts: chosen steps, or all."""
+    """The subject on this rank, run several times, and the part of a run that counts: chosen steps, or all."""
 
     def __init__(self, subject: Subject, device: torch.device, case: CaseLike, steps: range | None) -> None:
         self.subject, self.device, self.case, self._steps = subject, device, case, steps
@@ -160,12 +161,12 @@ class _Program:
         return self.subject(self.case, self.device)
 
     def learn(self, rank: int) -> None:
-        """See in one run more where steps end, if that matters."""
+        """Find out in another run where steps end, if that matters."""
         if self._steps is not None:
             self._ends = step_ends(rank, self.run)
 
     def time_stretch(self, make: Callable[[], AbstractContextManager[object]] = nullcontext) -> tuple[float, str]:
-        """Seconds of the stretch of one run, inside of `make()`, and the digest of what came out."""
+        """Seconds of the part of one run, inside of `make()`, and the digest of its outcome."""
         seconds: list[float] = []
 
         @contextmanager
@@ -183,7 +184,7 @@ class _Program:
 
 @contextmanager
 def time_body(watch: Stopwatch | None, seconds: list[float]) -> Iterator[None]:
-    """Append the seconds of the body: by the device's stopwatch where there is one, else by the host's clock."""
+    """Append the seconds of the body: by the device's stopwatch if there is one, else by the host's clock."""
     start_s = time.perf_counter()
     first = None if watch is None else watch.mark()
     yield
@@ -192,7 +193,7 @@ def time_body(watch: Stopwatch | None, seconds: list[float]) -> Iterator[None]:
 
 
 def _run_watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tuple[Event, ...], range, float, str]:
-    """Run with recorder and witness: the ledger, the calls that the witness was there for, seconds, digest."""
+    """Run with recorder and witness: the ledger, the calls that the witness watched, seconds, digest."""
     case, device, seen = program.case, program.device, range(0)
     ranges = Ranges(open_domain(), waiting=True) if tool == "nsys" else None
     trace = TorchTrace(cuda=device.type == "cuda", stacks=True)
@@ -224,7 +225,7 @@ def _run_watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """The most memory this rank had: of its GPU's allocator, else of its whole process."""
+    """The most memory of this rank: of its GPU's allocator, else of its whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -242,5 +243,5 @@ def digest(outcome: Mapping[str, tuple[Block, ...]]) -> str:
     return hashed.hexdigest()
 
 
-if __name__ == "__main__":  # ranks are found by the name of this module, and a script's is another
+if __name__ == "__main__":  # ranks find this module by its name, and a script has another
     sys.exit(import_module("shardproof.harness.witnesses.measured").main(*sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""Profiling sessions: the cases of a run once more, on processes of their own, each time with one witness switched on.
+"""Profiling sessions: the cases of a run once more, in other processes, each session with one witness.
 
-A session is a child process (harness.witnesses.measured), so that the tool is around all of it and nothing of the tool
+A session is a child process (harness.witnesses.measured), so that the tool watches all of it and nothing of the tool
 stays here. Its results are read and reconciled: the recorder's ledger of that very run, and the witness's sightings.
 """
 
@@ -24,7 +24,7 @@ from shardproof.harness.witnesses.measured import SessionRequest, WatchedRank
 from shardproof.harness.witnesses.torch_trace import read_traces
 
 LIMIT_S = 60.0
-"""Start of the processes and of the tool, beside the time of the cases."""
+"""How long processes and tool may take to start, beside the time of the cases."""
 _ENVIRONMENT = {
     "TORCH_FR_BUFFER_SIZE": "200000",  # torch's own log of calls must reach back over the whole measured run
     "KINETO_LOG_LEVEL": "5",
@@ -48,9 +48,9 @@ class Session:
 
 
 def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
-    """Hold the session, in a folder that it makes; sessions by the text of their case.
+    """Run the session, in a folder that it makes. Returns its results by the text of their case.
 
-    Raises MachineError, in one sentence, when the tool is missing, broken, or lost what it saw.
+    Raises MachineError, in one sentence, if the tool is missing, broken, or lost what it saw.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(len(job.cases)):
@@ -72,7 +72,7 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
 
 
 def read_database(path: Path) -> dict[str, list[Sighting]]:
-    """The sightings of every case by its text. Raises MachineError for a database that does not reconcile."""
+    """The sightings of every case by its text. Raises MachineError for an inconsistent database."""
     try:
         cases = read_own_ranges(path)
     except RequestError as problem:
@@ -107,7 +107,7 @@ def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[S
 
 
 def _explain_mismatch(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
-    """Why what was watched is not what the ledger gives to the chosen steps, "" when it is."""
+    """Why the watched calls are not those that the ledger gives to the chosen steps, "" if they are."""
     for rank, measured in enumerate(ranks):
         mine = {event.call_index for event in measured.events if steps is None or event.step in steps}
         if mine != set(measured.calls):
@@ -117,7 +117,7 @@ def _explain_mismatch(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
 
 
 def _run_child(program: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str]) -> None:
-    """Run the child to its end; what it prints goes to a log, since it belongs to no table."""
+    """Run the child to its end. Its output goes to a log, since it belongs to no table."""
     log = folder / "session.log"
     try:
         run_to_end(program, log, limit_s, environment)

@@ -8,7 +8,9 @@ from math import comb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median of some values, and the interval that holds the true median in 95 of 100 such samples (all of few)."""
+    """The median of some values, and the interval that holds the true median in 95 of 100 such samples (all values of a
+    few).
+    """
 
     median: float
     low: float

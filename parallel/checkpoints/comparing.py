@@ -1,8 +1,8 @@
 """Two checkpoints of any layouts, compared tensor by tensor: what agrees, and what the first difference is.
 
-Full tensors are compared, whatever chunks they were written in, bit for bit (in the wider dtype where dtypes differ). A
-cause is stated only where it gives every element of B from those of A. States of streams belong to ranks, and are
-compared where both were written by ranks that lie alike.
+Full tensors are compared bit for bit, whatever chunks they were written in; where dtypes differ, in the wider one. A
+cause is stated only if it turns every element of A's tensor into that of B's. States of random streams belong to ranks:
+they are compared only if both checkpoints were written at the same layout.
 """
 
 import re
@@ -45,7 +45,7 @@ class Likeness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unlike:
-    """A tensor that differs: what of it, where, by how much, which ranks wrote that, and why where that is certain."""
+    """A tensor that differs: which part, by how much, which ranks wrote it, and why if that is certain."""
 
     key: str
     what: str
@@ -66,9 +66,9 @@ class CheckpointComparison:
 
 
 def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
-    """Compare the tensors of two checkpoints whose keys fit the pattern (as file names do).
+    """Compare the tensors of two checkpoints whose keys match the pattern (as file names do).
 
-    Raises CheckpointError for a folder that holds no whole checkpoint, and for a pattern that fits no key.
+    Raises CheckpointError for a folder that holds no whole checkpoint, and for a pattern that matches no key.
     """
     one, other = _open_both(Path(a), Path(b))
     ranks = [_ranks(side) for side in (one, other)]
@@ -103,8 +103,8 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
 
 
 def _open_both(a: Path, b: Path) -> tuple[Source, Source]:
-    """Both checkpoints; one of another system in the form of the other, fused or not, with as many rows of the
-    vocabulary.
+    """Both checkpoints in one form. One of another system is brought to the form of the other: its fused or unfused
+    linears, and as many rows of the vocabulary.
     """
     found: dict[Path, Source] = {folder: Stored.open(folder) for folder in (a, b) if not is_foreign(folder)}
     fused = any(map(is_megatron, (a, b)))
@@ -132,7 +132,7 @@ def _kind(key: str) -> int:
 
 
 def _ranks(stored: Source) -> str:
-    """The layout that a checkpoint was written at, "" when it does not hold that."""
+    """The layout at which a checkpoint was written, "" if it does not say."""
     if RANKS not in stored.tensors:
         return ""
     sizes = stored.full(RANKS).tolist()
@@ -191,9 +191,9 @@ def _explain(one: Source, other: Source, key: str) -> Unlike:
 
 
 def cause(key: str, a: Tensor, b: Tensor, read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Cause of `b` in the place of `a`: padded rows, a transpose, nothing written, another key, a shorter dtype.
+    """The cause of finding `b` instead of `a`: padded rows, a transpose, nothing written, another key, a shorter dtype.
 
-    `read` gives the other tensors of A, whose `shapes` these are. "" where it is none of these.
+    `read` gives the other tensors of A, and `shapes` their shapes. "" if it is none of these.
     """
     few, many = sorted((a, b), key=Tensor.numel)
     if few.dim() and few.shape[1:] == many.shape[1:] and len(few) < len(many) and same(few, many[: len(few)]):
@@ -203,7 +203,7 @@ def cause(key: str, a: Tensor, b: Tensor, read: Callable[[str], Tensor], shapes:
         return "B is A transposed"
     if not key.startswith("rng.") and not b.any():
         return "B is zero throughout: nothing was written there"
-    kind = key.partition(".")[0].replace("optimizer", "model")  # a parameter and its moment may be exchanged
+    kind = key.partition(".")[0].replace("optimizer", "model")  # a parameter may be exchanged with its moment
     alike = [name for name, shape in shapes.items() if name != key and shape == tuple(b.shape)]
     for other in alike if bool((b != b.flatten()[:1]).any()) else ():
         if other.partition(".")[0].replace("optimizer", "model") == kind and same(read(other).to(b.dtype), b):
@@ -225,7 +225,7 @@ def unlike(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _other_words(key: str, shapes: Mapping[str, object], has: str) -> str:
-    """A word of the case by which the two models differ, where the keys show it."""
+    """The word of the case by which the two models differ, if the keys show one."""
     for part, others, word in ((".wqkv.", ".wq.", "fuse_qkv=true"), (".w13.", ".w1.", "fuse_mlp=true")):
         if part in key and key.replace(part, others) in shapes:
             return f"{has} is of a model with {word}, the other is not"
@@ -233,7 +233,7 @@ def _other_words(key: str, shapes: Mapping[str, object], has: str) -> str:
 
 
 def _where(wrong: Tensor) -> str:
-    """The rows and columns of what is wrong."""
+    """The rows and columns that differ."""
     words = []
     for dim, word in enumerate(("rows", "columns")[: wrong.dim()]):
         hit = wrong.transpose(0, dim).flatten(1).any(1) if wrong.dim() > 1 else wrong
@@ -242,7 +242,7 @@ def _where(wrong: Tensor) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3 8-11, and how many ranges follow."""
+    """Ranges as text, "0-3 8-11", and how many more follow."""
     kept = set(numbers)
     starts = [number for number in numbers if number - 1 not in kept]
     ends = [number for number in numbers if number + 1 not in kept]

@@ -1,9 +1,9 @@
 """The folder of a checkpoint in torch's format: every rank writes its file, and rank 0 joins what they wrote.
 
-Reading checks the metadata, the chunks of every tensor and the sizes of files before it hands out a number.
+Reading checks the metadata, the chunks of every tensor and the sizes of files before it returns any tensor.
 
-A box is a part of a global tensor at its offsets, whatever layout it comes from, so that a checkpoint knows no layout.
-Chunks that were written tile the global tensor, and chunks that are read are cut out of them. Both planners are the
+A box is a part of a global tensor with its offsets there. A checkpoint holds boxes, and nothing of their layouts. The
+chunks that were written tile the global tensor, and boxes that are read are cut out of them. Both planners are the
 extension points that torch documents; no collective is issued.
 """
 
@@ -58,7 +58,7 @@ class BoxWriter(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """This rank's plan alone: that all ranks together tile every tensor is checked once all have written."""
+        """The plan of this rank alone. `commit` checks that all ranks together tile every tensor."""
         return create_default_global_save_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -76,7 +76,7 @@ class BoxReader(DefaultLoadPlanner):
         self._boxes = boxes
 
     def create_local_plan(self) -> LoadPlan:
-        """Every stored chunk that a box meets, once for each box. Raises KeyError for a key that is not stored."""
+        """An item for each box and each stored chunk that overlaps it. Raises KeyError for a key that is not stored."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for number, (key, box) in enumerate(self._boxes):
@@ -92,7 +92,7 @@ class BoxReader(DefaultLoadPlanner):
         return self._boxes[index.index][1].local.detach()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Nothing: no plan of this has bytes."""
+        """Do nothing: these plans hold tensors alone."""
 
 
 def _write_item(key: str, box: Box) -> WriteItem:
@@ -105,7 +105,7 @@ def _write_item(key: str, box: Box) -> WriteItem:
 
 
 def write_part(folder: Path, rank: int, boxes: Mapping[str, Sequence[Box]]) -> None:
-    """Write the file of a rank. The former checkpoint of this folder ends, since its files are written over."""
+    """Write the file of a rank. Removes the metadata of a former checkpoint first, whose files are overwritten."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METADATA).unlink(missing_ok=True)
     writer, planner = FileSystemWriter(folder), BoxWriter(boxes)
@@ -145,7 +145,8 @@ class Stored:
     def open(cls, folder: Path) -> "Stored":
         """The checkpoint in this folder, ours or one that torch wrote.
 
-        Raises CheckpointError when there is none, when it holds other than tensors, or when chunks or files are broken.
+        Raises CheckpointError when there is none, when it holds anything but tensors, or when chunks or files
+        are broken.
         """
         if not (folder / METADATA).is_file():
             what = "is no folder" if not folder.is_dir() else f"holds no checkpoint: it has no file {METADATA}"
@@ -251,7 +252,7 @@ def _part(rank: int) -> str:
 
 
 def _join_metadata(parts: Mapping[int, Metadata]) -> Metadata:
-    """The metadata of all ranks; of chunks that several of them hold the first one's."""
+    """The metadata of all ranks as one. A chunk that several ranks hold is read from the first of them."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[Any, Any] = {}
     for rank, part in parts.items():

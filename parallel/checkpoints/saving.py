@@ -1,12 +1,12 @@
-"""A checkpoint of all ranks: saved by them together, and loaded at any layout into the ranks of this one.
+"""A checkpoint of all ranks: saved by them together, and loaded into the ranks of any layout.
 
-After the last step, once every rank has written, all ranks learn whether one has failed (`SAVING`). Rank 0 commits when
-no rank has failed. Replicas are equal by then, or a check of the run fails; the first rank of each group of them
-writes.
+Every rank writes its part after the last step. Then all ranks learn whether one of them has failed, and if none has,
+rank 0 commits. Of ranks that hold the same tensor only the first writes it; the copies are equal, or the check
+`replicas` fails.
 
-A checkpoint is loaded beside the old state, into tensors that are poisoned before (NaN). The state is replaced only
-when the checkpoint is whole, has exactly this model's tensors, and nothing poisoned is left. An error before that
-leaves it as it was. No rank talks to another.
+`load` reads into new tensors beside the old state. They are filled with NaN before, so that an element that was not
+read is found. The old state is replaced only when the checkpoint is whole and has exactly this model's tensors; an
+error leaves the old state as it was. Loading needs no communication.
 """
 
 import math
@@ -56,7 +56,7 @@ SAVING = CallRow(
 
 
 def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:
-    """Write the state after this number of steps in place of a former checkpoint; every rank must call this.
+    """Write the state after this number of steps, replacing an earlier checkpoint; every rank must call this.
 
     Raises CheckpointError on every rank when one of them cannot write, or when their parts do not tile every tensor.
     """
@@ -78,7 +78,9 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
 
 
 def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
-    """Boxes of the checkpoint that the case has saved, as saved/<name> of an outcome, by torch's own loader."""
+    """The tensors of the checkpoint that the case has saved, read by torch's own loader, as
+    saved/<name> of an outcome.
+    """
     names, last = {STEPS: "steps", SCALE: "loss_scale"}, case.steps - 1
     for name in shapes(case):
         names |= {f"model.{name}": f"param/{name}", f"optimizer.state.{name}.step": f"step_after/{last}/{name}"}
@@ -109,8 +111,8 @@ def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Replace parameters, states of the optimizer and the loss scale; returns the steps that were run before.
 
-    Where the ranks lie as those that saved, the states of its streams of random numbers are replaced too. Raises
-    CheckpointError for a checkpoint that is missing, torn, or of other model or training; nothing is changed then.
+    On the layout that saved the checkpoint, the states of the random number streams are replaced too. Raises
+    CheckpointError, and changes nothing, for a checkpoint that is missing, torn, or of another model or training.
     """
     from shardproof.parallel.checkpoints.folder import Stored, Weights  # noqa: PLC0415  (DTensor)
 
@@ -118,7 +120,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     stored = Weights(folder=folder, held=_weights(rank, folder)) if foreign else Stored.open(folder)
     tensors = stored.tensors
     has_states = any(key.startswith("optimizer.") for key in tensors)
-    # Steps that were all skipped leave an optimizer without states; another system's weights come without any.
+    # If all steps were skipped, the optimizer has no states; another system's weights come without any.
     needs_states = rank.case.optimizer == "adamw" and (has_states or (rank.case.scaler == "none" and not foreign))
     shapes = {name: place.shape for name, place in rank.strategy.placements(rank.case).items()}
     wanted = keys(rank.case, shapes, states=needs_states)
@@ -158,16 +160,16 @@ def _weights(rank: Rank, folder: Path) -> dict[str, Tensor]:
 
 
 def _is_foreign_key(key: str) -> bool:
-    """Whether a checkpoint of another system gives this: a parameter, or that no step was run."""
+    """Whether another system's checkpoint has this key: those of parameters, and the number of steps (0)."""
     return key.startswith("model.") or key == STEPS
 
 
 def _read_states(
     rank: Rank, stored: "Stored | Weights", found: Sequence[StateTensor]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The targets' tensors, padding zero, and by key what is whole on every rank.
+    """The tensors read for the targets, with zeros as padding, and by key the tensors that every rank reads whole.
 
-    Raises CheckpointError when an element of them is still poisoned.
+    Raises CheckpointError when an element was not read or is NaN.
     """
     tensors = stored.tensors
     fresh = [torch.zeros(one.local.shape, dtype=tensors[one.key].properties.dtype, device="cpu") for one in found]
@@ -192,18 +194,18 @@ def _read_states(
 
 
 def _poison(dtype: torch.dtype) -> float:
-    """Content of a tensor until it is read: no number, or the least that there is."""
+    """What a tensor is filled with until it is read: NaN, or the least integer of its dtype."""
     return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _states_of(tensor: Tensor) -> dict[str, Tensor]:
-    """New states of AdamW for what it steps: torch makes them in its first step only."""
+    """New states of AdamW for a tensor; torch itself makes them only in the first step."""
     moments = {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
 
 def _check_keys(stored: "Stored | Weights", expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the checkpoint has these tensors and no others, generators aside."""
+    """Raise CheckpointError unless the checkpoint has exactly these tensors, and generators or none."""
     tensors = stored.tensors
     legal = "a checkpoint of the same model and training"
     if missing := [key for key in expected if key not in tensors]:

@@ -32,7 +32,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or cannot be loaded here: names the folder, what is wrong and what is legal."""
+    """A checkpoint that cannot be read, or not be loaded here: the message names the folder, what is wrong and what is
+    legal.
+    """
 
     def __init__(self, folder: object, what: str, legal: str) -> None:
         super().__init__(f"checkpoint {folder}: {what}; legal: {legal}")
@@ -40,7 +42,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A tensor of a rank that lies so in the full tensor of a key; ranks at the same places of `axes` hold the same."""
+    """A rank's part of the full tensor of a key, and where it lies. Ranks at the same places of `axes` hold the same
+    part.
+    """
 
     key: str
     local: Tensor
@@ -48,12 +52,14 @@ class StateTensor:
     axes: tuple[str, ...]
 
     def boxes(self, local: Tensor, at: Coordinates) -> tuple[Box, ...]:
-        """The boxes of the full tensor in `local`, a tensor like this one; they share its memory."""
+        """The boxes of the full tensor that lie in `local`, a tensor of this layout; they share its memory."""
         return pieces(local, self.place, at)
 
 
 def optimizer_tensors(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-    """Tensors that the optimizer of a rank steps and its states, by the parameters' names: all that is to be saved."""
+    """All tensors of a rank that are saved: those that the optimizer steps, and its states, by the
+    parameters' names.
+    """
     for name, tensor in rank.updated.items():
         place, state = rank.updated_places[name], states.get(name, {})
         yield StateTensor(key=f"model.{name}", local=tensor, place=place, axes=place.axes)
@@ -67,7 +73,7 @@ def optimizer_tensors(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) ->
 
 
 def working_copies(rank: Rank) -> Iterator[StateTensor]:
-    """The parameters that a rank computes with, where the optimizer steps something else in their place."""
+    """The parameters with which a rank computes, if the optimizer steps copies of them."""
     places = rank.strategy.placements(rank.case)
     for name, parameter in itertools.chain.from_iterable(chunk.named_parameters() for _, chunk in rank.chunks):
         if parameter is not rank.updated[name]:
@@ -75,7 +81,9 @@ def working_copies(rank: Rank) -> Iterator[StateTensor]:
 
 
 def keys(case: Case, shapes: Mapping[str, tuple[int, ...]], *, states: bool) -> dict[str, tuple[int, ...]]:
-    """Every key of a run with parameters of these shapes, generators aside, with the shape of its full tensor."""
+    """Every key of a run with parameters of these shapes, with the shape of its full tensor; those of generators are
+    left out.
+    """
     found = {f"model.{name}": shape for name, shape in shapes.items()}
     if states:
         for name, shape in shapes.items():
@@ -102,6 +110,6 @@ def ranks_of(case: Case) -> Tensor:
 
 
 def writes(case: Case, rank: int, axes: Sequence[str]) -> bool:
-    """Whether this rank writes what ranks at its places of these axes hold: the first of them does."""
+    """Whether this rank writes what ranks at the same places of these axes hold: only the first of them does."""
     mine = [coordinates(case, rank)[axis] for axis in axes]
     return all([coordinates(case, other)[axis] for axis in axes] != mine for other in range(rank))

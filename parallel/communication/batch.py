@@ -11,12 +11,12 @@ A pipeline stage is sent keys in this order (Megatron-Core get_batch_on_this_tp_
     the only one                tokens labels loss_mask attention_mask positions    28T and the mask
     the first                   tokens attention_mask positions                     16T and the mask
     the last                    labels loss_mask attention_mask                     12T and the mask
-    one between                 none                                                0
-    any, with prediction layers as the only one
+    any other stage             none                                                0
+    with prediction layers      as the only one
 
-Stages between the first and the last count positions themselves and take causal attention as it is. A mask is rows *
-length**2 booleans. Layers that predict further tokens embed these, so that their stage is sent everything. Rows are
-sent whole: a context rank slices what arrived.
+A stage that is sent no positions counts them itself, and one that is sent no mask uses causal attention. A mask is rows
+* length**2 booleans. Prediction layers embed tokens, so their stage is sent all keys. Rows are sent whole: a context
+rank slices what arrived.
 
 Under `flat` all keys share the dtype int64: the loss mask travels as its float32 bits, the attention mask as 0 and 1.
 An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally. Source:
@@ -48,9 +48,8 @@ SIZES_PER_KEY = 5
 class Delivered:
     """A micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
 
-    `draw` is its step and its number on the data rank. `ahead` are micro-batches with each token, label and position
-    moved from some places further on, for modules that predict these. Tensors that a stage is not sent have no
-    elements.
+    `draw` is its step and its number on the data rank. `ahead` are copies of it for prediction layers, in which tokens,
+    labels and positions are those some places further on. Tensors that a stage is not sent have no elements.
     """
 
     tokens: Tensor
@@ -84,7 +83,7 @@ def deliver(
 
 
 def hidden_pairs(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Bool [1, 1, S, S]: must the token of the row not see the token of the column? Causal, and inside one sentence."""
+    """Bool [1, 1, S, S], true where a token (row) must not see another (column): a later one, or another sentence's."""
     index = torch.arange(length, device=device)
     hidden = index[:, None] < index[None, :]
     if cu_seqlens is not None:
@@ -117,8 +116,7 @@ def sent_to_stage(
 ) -> dict[str, Form]:
     """Key -> its dtype and shape, of `rows` sequences of `length` tokens, in the order of sending.
 
-    `first` and `last` say where the stage stands, the only one is both; `prediction`: it has layers that predict
-    further tokens.
+    `first` and `last` say where the stage stands: a single stage is both. `prediction`: it has prediction layers.
     """
     begins, ends = first or prediction, last or prediction
     forms: dict[str, tuple[bool, Form]] = {
@@ -225,4 +223,4 @@ DELIVERY = (
     _broadcast_row(f"{SIZES_PER_KEY} * keys", "shapes of all tensors", 'delivery == "flat"', where=_stages_sent),
     _broadcast_row("elements", "all tensors end to end", 'delivery == "flat"', where=_stages_sent),
 )
-"""Data to the ranks, issued in a group of one too."""
+"""The broadcasts of `deliver`."""

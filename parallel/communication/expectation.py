@@ -21,18 +21,18 @@ from shardproof.reference.case import Case
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
 ACTIVATION = "slice_tokens * hidden"
-"""Elements of one whole activation of a context rank."""
+"""The elements of one whole activation on a context rank."""
 MICRO_BATCHES, ONCE_A_STEP = "steps * micro", "steps"
-"""How often: in every micro-batch, once a step."""
+"""How often calls are issued: in every micro-batch, or once a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteTerm:
-    """A term that states every field: `calls` equal calls over the whole run; fields as in the ledger.
+    """Calls of which every field is stated: `calls` equal ones over the whole run, with the fields of the ledger.
 
-    The calls are issued on every rank, or on the ranks at these places of the mesh. `hidden`: each travels while a
-    product is computed, which lies between its issue and its wait. `elements` is the formula of what travels and `why`
-    its reason, from the row that was read.
+    Every rank issues them, or the ranks at these places of the mesh do. `hidden`: each travels while a product is
+    computed between its issue and its wait. `elements` is the formula of the payload and `why` its reason, both from
+    the row.
     """
 
     phase: str
@@ -52,9 +52,9 @@ class CompleteTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlace:
-    """Where a call is issued: the module, "" for none, and the coordinates of the ranks, none for all of them.
+    """Where a call is issued: the module, "" for none, and the coordinates of the ranks, empty for all ranks.
 
-    `values` are further names that the formulas of a row may use.
+    `values` are further names that a row's formulas may use.
     """
 
     module: str = ""
@@ -116,7 +116,7 @@ def _stages(case: Case) -> Iterator[CallPlace]:
 
 
 STAGES: Places = _stages
-"""Every pipeline stage, with the values `first` and `last`."""
+"""A place for every pipeline stage, with the values `first` and `last`."""
 
 
 def terms(case: Case, rows: Iterable[CallRow]) -> Iterator[CompleteTerm]:
@@ -164,7 +164,7 @@ def _term(row: CallRow, phase: str, place: CallPlace, names: "_Names") -> Comple
 
 
 class _Names:
-    """Values of the names in formulas: the names of a place, `ranks` of the axis, then the names of the case."""
+    """The values of names in formulas: those of the place, `ranks` (the axis's size), then those of the case."""
 
     def __init__(self, case: Case, ranks: int, values: Mapping[str, Any]) -> None:
         self.case, self.ranks, self._values = case, ranks, {"max": max, "ranks": ranks, **values}
@@ -184,9 +184,9 @@ def _compile(formula: str) -> tuple[CodeType, tuple[str, ...]]:
 
 
 class _Repeated:
-    """The forward calls that backward issues once more (`recompute`): those of recomputed layers.
+    """The forward calls that backward repeats (`recompute`): those of recomputed layers.
 
-    `early_stop` leaves out what ends a unit, unless dropout or a feature follows it, which needs it in backward.
+    With `early_stop` the end of a unit is not repeated, unless a dropout or a feature behind it needs it in backward.
     """
 
     def __init__(self, case: Case) -> None:
@@ -202,7 +202,9 @@ class _Repeated:
 
 
 def _group_sizes(case: Case) -> dict[str, int]:
-    """Ranks along every axis; the two ends of a pipeline and all ranks of a checkpoint are no axes of its orders."""
+    """The number of ranks along every axis. Two groups are no axes of the case's orders: the ends of a pipeline, and
+    the ranks of a checkpoint.
+    """
     sizes = {axis: axis_size(case, axis) for axis in case.axis_sizes}
     return {**sizes, "embedding": 2, "checkpoint": case.world_size}
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardproof.reference.case import Case
 
 _TALKING = ("tp", "dp")
-"""Axes of every mesh that are talked on even where they have one rank."""
+"""Axes of every mesh that get a group even with one rank, since their calls are issued all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Mesh:
     def of(cls, case: Case) -> "Mesh":
         """Make the groups of every axis; every rank must call this, with the same case.
 
-        Raises ValueError when the running world is not the case's.
+        Raises ValueError unless the running world has the case's size.
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if world_size != case.world_size:
@@ -66,13 +66,13 @@ class Mesh:
             )
         axes: dict[str, Axis] = {}
         for name, groups in case.axes.items():
-            # new_group is collective over the world: every rank makes every group in one order, its own or not. Mesh
-            # axes of one rank get none unless in _TALKING: one a rank would be most of what a large world costs.
+            # new_group is collective over the world: every rank must make every group, its own or not, in one order.
+            # Axes of one rank get no group unless in _TALKING: a group for every rank of a large world would be slow.
             talks = name not in case.mesh or name in _TALKING or len(groups[0]) > 1
             made = [(ranks, dist.new_group(list(ranks), group_desc=name) if talks else None) for ranks in groups]
             own = [(ranks, group) for ranks, group in made if rank in ranks]
             if not own:
-                continue  # stages in the middle are in no group of `embedding`
+                continue  # the stages between the first and the last are in no group of `embedding`
             ranks, group = own[0]
             axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
         return cls(rank=rank, axes=axes)
@@ -170,7 +170,7 @@ class Placement:
 
 
 def meshgrid(sizes: Mapping[str, int]) -> list[Coordinates]:
-    """The coordinates of every rank of a mesh of these sizes, the last axis fastest."""
+    """The coordinates of every rank of a mesh of these sizes; the last axis changes fastest."""
     places = itertools.product(*(range(size) for size in sizes.values()))
     return [dict(zip(sizes, zip(each, sizes.values(), strict=True), strict=True)) for each in places]
 
@@ -178,15 +178,15 @@ def meshgrid(sizes: Mapping[str, int]) -> list[Coordinates]:
 def local_shape(place: Placement, at: Coordinates) -> tuple[int, ...]:
     """Shape of the local tensor of the rank at these coordinates, padding included.
 
-    Raises ValueError when it cannot be split so.
+    Raises ValueError when the cuts do not divide the tensor.
     """
     return _shapes(place, at)[-1]
 
 
 def shard(full: Tensor, place: Placement, at: Coordinates) -> Tensor:
-    """The local tensor of the rank at these coordinates: a copy, padding zero.
+    """The local tensor of the rank at these coordinates: a copy, with zeros as padding.
 
-    Raises ValueError when `full` has not the placement's shape, or cannot be split so.
+    Raises ValueError when `full` does not have the placement's shape, or the cuts do not divide it.
     """
     if tuple(full.shape) != place.shape:
         raise ValueError(f"full.shape={tuple(full.shape)}: must be the placement's shape; legal: {place.shape}")
@@ -205,12 +205,12 @@ def pieces(local: Tensor, place: Placement, at: Coordinates) -> tuple[Box, ...]:
 
 
 def whole_box(full: Tensor) -> Box:
-    """A tensor as the one box of itself."""
+    """A whole tensor as one box."""
     return Box(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape))
 
 
 def rows(boxes: Sequence[Box], *, first: int, total: int) -> tuple[Box, ...]:
-    """Boxes of a tensor as boxes of a taller one: dim 0 has `total` rows there, and these begin at row `first`."""
+    """Boxes of a tensor as boxes of a taller tensor: its dim 0 has `total` rows, and the boxes begin at row `first`."""
     return tuple(
         Box(
             local=box.local,
@@ -241,7 +241,7 @@ def _place(cut: Cut, at: Coordinates) -> tuple[int, int]:
 
 
 def _shapes(place: Placement, at: Coordinates) -> list[tuple[int, ...]]:
-    """The shape in full, then after each cut."""
+    """The full shape, then the local shape after each cut."""
     found = [place.shape]
     for cut in place.cuts:
         shape = found[-1]
@@ -265,7 +265,7 @@ def _cut(full: Tensor, cut: Cut, index: int, parts: int) -> Tensor:
 def _before(
     box: Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...], at: Coordinates
 ) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """A box of a cut's result, as boxes of the tensor of `shape` before the cut."""
+    """A box of a cut's result, as boxes of the tensor (of `shape`) that was cut."""
     dim, taken = cut.dim or 0, 0
     for start, length in _runs(cut, shape, *_place(cut, at)):
         first = max(offsets[dim], taken)
@@ -280,7 +280,9 @@ def _before(
 
 
 def _unflatten(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Elements from number `start` on of a tensor of `shape`, as boxes of it: whole rows at once, the rest by row."""
+    """The elements of a tensor of `shape` from number `start` on, as boxes: as many whole rows as
+    possible in one box.
+    """
     if len(shape) < 2:
         yield flat.view(flat.shape if shape else ()), (start,) * len(shape)
         return
@@ -298,7 +300,7 @@ def _unflatten(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[tup
 
 
 def _check(cut: Cut, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for what a tensor of this shape does not have."""
+    """Raise ValueError for a dim or for blocks that a tensor of this shape does not have."""
     if cut.dim is not None and not 0 <= cut.dim < len(shape):
         raise ValueError(f"dim={cut.dim}: must be a dim of shape={shape}; legal: 0..{len(shape) - 1}")
     length, where = _length(cut, shape), "the flat tensor" if cut.dim is None else f"dim {cut.dim}"
@@ -323,7 +325,7 @@ def _width(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> int:
 
 
 def _widths(cut: Cut, length: int, parts: int) -> list[int]:
-    """Share of a rank in every block."""
+    """The share of a rank in every block."""
     blocks, whole = cut.blocks or (length,), parts * cut.unit
     for block in blocks:
         if block % whole:
@@ -336,7 +338,7 @@ def _widths(cut: Cut, length: int, parts: int) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _runs(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) of this rank's real elements in what is cut, in the order in which they lie, no padding."""
+    """The (start, length) of this rank's real elements along the cut, in the order in which they lie; no padding."""
     _check(cut, shape)
     length = _length(cut, shape)
     if cut.held:

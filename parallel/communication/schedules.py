@@ -111,7 +111,7 @@ class Pipeline:
 
 
 def warm_up(pipeline: Pipeline, rank: int) -> int:
-    """Forwards of a rank before its first backward's own forward."""
+    """The number of a rank's forwards that come before its steady phase of forward and backward in turn."""
     micro, after = pipeline.micro, pipeline.ranks - 1 - rank
     match pipeline.schedule:
         case "gpipe":
@@ -134,7 +134,7 @@ def forward_table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
 
 
 def backward_table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
-    """(chunk, micro-batch) of all backwards of any rank: the last chunk comes first."""
+    """The (chunk, micro-batch) of all backwards of any rank, in order: the last chunk comes first."""
     return tuple((pipeline.chunks - 1 - chunk, micro) for chunk, micro in forward_table(pipeline))
 
 
@@ -148,10 +148,11 @@ def order(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
 
 
 def bubble_closed_form(pipeline: Pipeline) -> Fraction | None:
-    """Closed form of the share of all ranks' time in which they compute nothing; None where none is known.
+    """The closed form of the share of all ranks' time in which they compute nothing; None if none is known.
 
-    For stages and messages alike that take no time to send. GPipe, 1F1B: (pp-1)/(micro+pp-1), arXiv:2104.04473 section
-    2.2.1. Interleaved, group=pp and micro a multiple of pp: (pp-1)/(chunks micro+pp-1), section 2.2.2.
+    All stages, and all messages, take equal time, and messages take none. GPipe, 1F1B: (pp-1)/(micro+pp-1),
+    arXiv:2104.04473 section 2.2.1. Interleaved, group=pp and micro a multiple of pp: (pp-1)/(chunks micro+pp-1),
+    section 2.2.2.
     """
     pp, micro = pipeline.ranks, pipeline.micro
     if pipeline.schedule == "interleaved" and (pipeline.in_a_row != pp or micro % pp):
@@ -160,10 +161,10 @@ def bubble_closed_form(pipeline: Pipeline) -> Fraction | None:
 
 
 Program = tuple[tuple[Action, ...], ...]
-"""Steps in order; each step's actions are issued together."""
+"""Steps in order. The actions of one step are issued together."""
 
 _DOWN = {Kind.SEND_FORWARD: 1, Kind.RECV_BACKWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1}
-"""Message -> how far the other end's virtual stage is."""
+"""Message -> the distance to the virtual stage at its other end."""
 _OTHER = {
     Kind.SEND_FORWARD: Kind.RECV_FORWARD,
     Kind.RECV_FORWARD: Kind.SEND_FORWARD,
@@ -198,16 +199,16 @@ def programs(pipeline: Pipeline) -> tuple[Program, ...]:
 
 
 def groups_between(pipeline: Pipeline) -> int:
-    """The process groups between two ranks: two where one would swap the messages of both ways.
+    """The process groups for messages between two ranks: two groups if one would confuse the two directions.
 
-    Interleaved on two ranks: activations and gradients pass both ways between the same two ranks in one batch
+    Interleaved on two ranks, activations and gradients pass both ways between the same two ranks in one batch
     (around.md 13.4).
     """
     return 2 if pipeline.schedule == "interleaved" and pipeline.ranks == 2 else 1
 
 
 def _message(pipeline: Pipeline, kind: Kind, action: Action) -> tuple[Action, ...]:
-    """The message of a computation, or nothing at either end of the model and between two stages of one rank."""
+    """The message of a computation. There is none at either end of the model, nor between two stages of one rank."""
     other = action.stage + _DOWN[kind]
     if not 0 <= other < pipeline.virtual_stages or pipeline.rank(other) == pipeline.rank(action.stage):
         return ()
@@ -250,7 +251,7 @@ def _by_iteration(pipeline: Pipeline, rank: int, made: Sequence[Action]) -> Prog
             steps.append((backwards[iteration - warm],))
             batch += _message(pipeline, Kind.SEND_BACKWARD, backwards[iteration - warm])
         received = gradients.get(iteration - warm, ())
-        alone = iteration == warm - 1 == total - 1  # without a steady phase the first gradient is a batch of its own
+        alone = iteration == warm - 1 == total - 1  # without a steady phase the first gradient gets a batch of its own
         steps.append(
             tuple(sorted([*batch, *received * (not alone)], key=lambda message: _IN_A_BATCH.index(message.kind)))
         )
@@ -261,10 +262,10 @@ def _by_iteration(pipeline: Pipeline, rank: int, made: Sequence[Action]) -> Prog
 def _due(
     pipeline: Pipeline, kind: Kind, needing: Sequence[Action], table: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """After which forward (or backward) of this rank what is received; -1 is before the first.
+    """The number of this rank's forward (or backward) behind which a message is received; -1: before the first.
 
-    A neighbour runs one iteration ahead, so what it sends is received one iteration before it is needed. Round the
-    loop it was sent up to a group earlier: pp-1 iterations after the sender's own.
+    A neighbour runs one iteration ahead, so what it sends is received one iteration before it is needed. Round the loop
+    it was sent up to a group earlier: pp-1 iterations after the sender's own.
     """
     place = {where: index for index, where in enumerate(table)}
     due: defaultdict[int, tuple[Action, ...]] = defaultdict(tuple)
@@ -277,7 +278,7 @@ def _due(
 
 
 TABLE = "embedding.tokens.weight"
-"""The parameter that the first and the last stage hold when embeddings are tied."""
+"""The parameter of which both the first and the last stage hold a copy when embeddings are tied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,12 +296,12 @@ class Stage:
 
     @property
     def at(self) -> Mapping[str, int]:
-        """Its rank's place on the mesh, as a term has it; nothing where there is one stage."""
+        """The place of its rank on the mesh, as a term has it; empty if there is one stage."""
         return {"pp": self.rank} if self.ranks > 1 else {}
 
     @property
     def rank(self) -> int:
-        """The place in the pipeline of the rank that holds it."""
+        """The place of its rank in the pipeline."""
         return self.index % self.ranks
 
     @property
@@ -320,12 +321,12 @@ class Stage:
 
     @property
     def copies_table(self) -> bool:
-        """Whether its token table is a copy of the first stage's."""
+        """Whether it holds a copy of the first stage's token table."""
         return self.last and not self.first and self.reads_table
 
     @property
     def shares_table(self) -> bool:
-        """Whether its token table is that of another stage too."""
+        """Whether its token table is held by another stage too."""
         return self.copies_table or (self.first and not self.last and self.reads_table)
 
     def holds(self, name: str) -> bool:
@@ -379,7 +380,7 @@ def _stage(case: Case, rank: int, chunk: int) -> Stage:
 
 
 def units(case: Case, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The units among these consecutive layers, which are all of a stage's, in their order."""
+    """The units of recomputation among these consecutive layers, which are all of a stage's, in order."""
     if not case.layers_again:
         return ()
     size = case.recompute_layers
@@ -402,7 +403,7 @@ def recomputed_modules(case: Case) -> tuple[str, ...]:
 
 
 def is_inside(module: str, units: Iterable[str]) -> bool:
-    """Whether a module is one of these, or inside of one."""
+    """Whether a module is one of these, or lies inside of one."""
     return any(f"{module}.".startswith(f"{unit}.") for unit in units)
 
 
@@ -412,7 +413,7 @@ def ends_of_units(case: Case) -> frozenset[int]:
 
 
 def backward_order(case: Case, layers: Sequence[int]) -> tuple[int, ...]:
-    """All layers of a stage in the order of backward; a recomputed unit is run from its first layer on."""
+    """All layers of a stage in the order of backward; within a recomputed unit they run from the first layer on."""
     made = units(case, layers)
     rest = layers[sum(map(len, made)) :]
     return (*reversed(rest), *(layer for unit in reversed(made) for layer in unit))

@@ -50,18 +50,18 @@ class Slices:
 
     @property
     def gather_order(self) -> Tensor:
-        """The places of all ranks, end to end: the order of what is gathered."""
+        """The places of all ranks, end to end: the order of a gathered tensor."""
         return torch.cat(self.held)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Bool [queries, keys], with the mask's rows [B or 1, queries, keys]: may one place see the other?"""
+        """Bool [queries, keys], or [B or 1, queries, keys] with the mask's rows: may a query see a key?"""
         if self.hidden is None:
             return queries[:, None] >= keys[None, :]
         where = self.hidden.device
         return ~self.hidden[:, queries.to(where)[:, None], keys.to(where)]
 
     def merge_ranks(self, ranks: int) -> "Slices":
-        """The slices of groups of `ranks` consecutive ranks, each group as one.
+        """The slices of groups of `ranks` consecutive ranks, as if each group were one rank.
 
         Raises ValueError when `ranks` does not divide them.
         """
@@ -71,7 +71,7 @@ class Slices:
         return Slices(held=tuple(torch.cat(group) for group in groups), hidden=self.hidden)
 
     def require_equal(self, method: str) -> None:
-        """Raise ValueError unless every rank holds as many tokens as the others, which this method needs."""
+        """Raise ValueError unless every rank holds equally many tokens, which this method needs."""
         lengths = [len(own) for own in self.held]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -92,7 +92,9 @@ def zigzag(length: int, ranks: int) -> tuple[Tensor, ...]:
 
 
 def slice_row(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:
-    """This rank's part of tokens, labels, loss mask or positions [B, S], or of a tensor with a row along `dim`."""
+    """This rank's part of tokens, labels, loss mask or positions [B, S], or of another tensor with the sequence along
+    `dim`.
+    """
     return row.index_select(dim, own.to(row.device))
 
 
@@ -111,7 +113,7 @@ def attend(
 
 
 def merge_partials(one: Partial, other: Partial) -> Partial:
-    """Attention over two disjoint sets of keys as one."""
+    """Attention over two disjoint sets of keys, merged into one."""
     total = torch.logaddexp(one[1], other[1])
     shares = [_weights(part[1][..., None], total) for part in (one, other)]
     return shares[0] * one[0] + shares[1] * other[0], total
@@ -150,7 +152,7 @@ def gradients(
 
 
 class _OverAllKeys(torch.autograd.Function):
-    """Attention whose keys are all there: one block."""
+    """Attention whose keys are all on this rank: one block."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keep: Tensor | None) -> Tensor:
@@ -174,12 +176,12 @@ def over_all_keys(
 
 
 def of_keys(keep_BNqS: Tensor | None, keys: Tensor) -> Tensor | None:
-    """The factors of dropout of these places of a row, None without any."""
+    """The factors of dropout at these places of a row; None without dropout."""
     return None if keep_BNqS is None else keep_BNqS.index_select(3, keys.to(keep_BNqS.device))
 
 
 def _apply_dropout(x_BqKGs: Tensor, keep_BNqs: Tensor | None) -> Tensor:
-    """Shares, or their gradients, times the factors of dropout."""
+    """Attention's shares, or their gradients, times the factors of dropout."""
     if keep_BNqs is None:
         return x_BqKGs
     factors: Tensor = keep_BNqs.transpose(1, 2).unflatten(2, x_BqKGs.shape[2:4])

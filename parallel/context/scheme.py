@@ -47,7 +47,7 @@ Context parallelism as a scheme: what the words `cp cp_comm cp_inner cp_slices` 
     local        | this context rank's slice of every row; the mask stays whole
     core         | attention of the slice's queries over the keys of all slices, by the method
     activation   | a cut along the sequence over cp, before the mode's own
-    shares       | a cut of the queries, or of heads that are exchanged for them
+    shares       | a cut of the queries, or of the heads for which tokens are exchanged
     data, loss   | the axis dp becomes dp_cp: context ranks see other tokens, so all gradients are partial sums there
     rows         | the calls of the method too, per layer and micro-batch, in attention
 
@@ -106,7 +106,7 @@ def ring_attention(
 
 
 class _Ring(torch.autograd.Function):
-    """The two loops of the table above."""
+    """Forward and backward of the table in the docstring of this module."""
 
     @staticmethod
     def forward(
@@ -297,9 +297,9 @@ def _places_of_ranks(case: Case) -> tuple[Tensor, ...]:
 
 
 def _shares(case: Case, place: Placement) -> Placement:
-    """Placement of attention's shares where the method computes them.
+    """Placement of the attention probabilities as the case's method computes them.
 
-    A rank has queries of its own, or of all ranks with which it exchanged tokens for heads, in the order of the ranks.
+    A rank has its own queries, or those of all ranks with which it exchanged tokens for heads, in the order of ranks.
     """
     exchanged = {"alltoall": "cp", "alltoall-ring": "cp_inner"}.get(case.cp_comm)
     if exchanged is None:

@@ -1,30 +1,30 @@
 """Gradients in flat buckets: summed over the data ranks, whole (zero=0) or each rank its own part (zero=1).
 
-Every gradient is added into its place in the buffer as backward completes it, in the buffer's dtype. With buckets of a
-size (`bucket=`), a bucket's sum starts in the backward of the last micro-batch, with the last of its gradients. Without
-a size there is one bucket, summed after that backward. No micro-batch before the last sends anything (no_sync).
+Backward adds every gradient to its place in a buffer, in the buffer's dtype. The buffer is cut into buckets, and the
+gradients of a bucket are summed in one collective. With `bucket=` the sum starts in the backward of the last
+micro-batch, as soon as the bucket's last gradient has come. Otherwise there is one bucket, summed after that backward.
+No micro-batch before the last communicates (no_sync).
 
-    zero=0   all_reduce of the bucket                        the optimizer steps whole parameters
-    zero=1   reduce_scatter of the padded bucket             the optimizer steps this rank's part of every bucket;
-             after the step all_gather of the padded bucket  after its step the parts are gathered into all parameters
+    zero=0   all_reduce of the bucket; the optimizer steps whole parameters
+    zero=1   reduce_scatter of the padded bucket; the optimizer steps this rank's part of every bucket;
+             all_gather of the updated parts into the parameters
 
-With `wgrad=fused` the product for the gradient of a linear's weight is added into its place in the buffer, in the
-buffer's dtype. With `wgrad=deferred` it is computed after the last backward of the step, in the order of backward,
-before any sum that needs it. Autograd gets a placeholder: nan, which is never read, or for a tied table 0, to which the
-embedding's gradient is added.
+Parameters lie end to end in reverse order of registration, roughly the order in which backward completes gradients.
+With zero=1 each starts at a multiple of ALIGNMENT elements, and a bucket is padded to a multiple of lcm(ranks,
+DIVISOR). The padding travels too, and belongs to no parameter. The parts of ranks are equal, so that they cut through
+parameters:
 
-With `master=float32` the optimizer steps float32 copies, which are rounded into the parameters after its step. Source:
-Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
+    rank r of n owns elements [start + r*B/n, start + (r+1)*B/n) of a bucket of B elements
 
-Parameters lie end to end in reverse order of registration, roughly the order in which backward completes gradients. A
-bucket is closed as soon as it holds `largest` elements, and travels in one collective. Where ranks own parts of it
-(ZeRO-1) parameters start at multiples of 64 elements, and a bucket is padded to a multiple of lcm(ranks, 128). The
-padding travels too, and belongs to no parameter.
+With `wgrad=fused` a linear adds the gradient of its weight to the buffer itself. With `wgrad=deferred` these
+gradients are computed after the last backward of the step, in the order of backward, before any sum that needs them.
+Autograd gets a placeholder instead: nan, which is never read, or 0 for a tied table, to which the embedding's gradient
+is added.
 
-    rank r of n owns elements [start + r*B/n, start + (r+1)*B/n) of a bucket of B, across borders of parameters
+With `master=float32` the optimizer steps float32 copies, which are rounded into the parameters after its step.
 
-Units: elements. Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer` and `DistributedOptimizer._build_model_gbuf_range`
-(around.md 15.1); arXiv:1910.02054 for ZeRO.
+Sources: Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer._build_model_gbuf_range` (around.md 15.1,
+15.2); arXiv:1910.02054 for ZeRO.
 """
 
 import math
@@ -47,9 +47,9 @@ from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
 ALIGNMENT = 64
-"""Elements to a multiple of which a parameter's start is padded, where buckets are sharded."""
+"""In a sharded bucket every parameter starts at a multiple of this many elements."""
 DIVISOR = 128
-"""A sharded bucket's size is a multiple of this and of its ranks."""
+"""The size of a sharded bucket is a multiple of this and of the number of ranks."""
 
 
 def gradient_dtype(case: Case) -> torch.dtype:
@@ -74,7 +74,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Elements [start, end) of the buffer, padding included, and the parameters in it in their order there."""
+    """Elements [start, end) of the buffer, padding included, and where its parameters lie, in the
+    order of the buffer.
+    """
 
     start: int
     end: int
@@ -86,7 +88,7 @@ class Bucket:
         return self.end - self.start
 
     def owned_range(self, rank: int, ranks: int) -> range:
-        """The elements of the buffer that a rank owns. Raises ValueError when there are no equal parts."""
+        """The elements of the buffer that a rank owns. Raises ValueError when the bucket has no equal parts."""
         if self.size % ranks:
             raise ValueError(
                 f"ranks={ranks}: must divide the {self.size} elements of the bucket; legal: sharded buckets"
@@ -97,7 +99,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Elements [first, last) of a flattened parameter, which lie in a rank's part of a bucket from element `at` on."""
+    """The elements [first, last) of a flattened parameter that a rank owns; they begin at element `at` of its part of a
+    bucket.
+    """
 
     name: str
     first: int
@@ -108,10 +112,11 @@ class Share:
 def make_buckets(
     sizes: Mapping[str, int], *, ranks: int, sharded: bool, largest: int = 0, apart: Collection[str] = ()
 ) -> tuple[Bucket, ...]:
-    """The buckets of parameters, given as name -> elements in order of registration.
+    """The buckets for parameters, given as name -> elements in order of registration.
 
-    `largest` 0: one bucket of any size. `apart`: parameters that get a bucket of their own where buckets are sharded.
-    An embedding shared by two pipeline stages is such a parameter: both cut it alike.
+    A bucket is closed once it holds `largest` elements; with 0 there is only one. Each parameter of `apart` gets a
+    bucket of its own if buckets are sharded: an embedding that two pipeline stages share needs one, so that both stages
+    shard it alike.
     """
     unit, divisor = (ALIGNMENT, math.lcm(ranks, DIVISOR)) if sharded else (1, 1)
     found: list[Bucket] = []
@@ -139,7 +144,7 @@ def make_buckets(
 
 
 def shares_of_rank(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
-    """Parts of parameters that this rank owns in a bucket; parameters outside its part are left out."""
+    """The parts of parameters that this rank owns in a bucket, in the order of the buffer."""
     owned = bucket.owned_range(rank, ranks)
     for slot in bucket.slots:
         first, last = max(slot.start, owned.start), min(slot.end, owned.stop)
@@ -156,7 +161,9 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class _Under:
-    """A bucket of this rank: how many gradients of it have come in this step, and its sum once that is under way."""
+    """A bucket of this rank: how many of its gradients have come in this step, and its sum over ranks once that has
+    started.
+    """
 
     bucket: Bucket
     flat: Tensor
@@ -165,7 +172,9 @@ class _Under:
 
 
 def _weak_hook(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A hook that calls `method(name, ...)` and does not keep its object: Python collects no cycle through autograd."""
+    """A hook that calls `method(name, ...)`. It holds the method weakly, since Python cannot free a cycle through
+    autograd.
+    """
     known: WeakMethod[Callable[..., Any]] = WeakMethod(method)
 
     def call(*args: Tensor) -> Any:
@@ -177,9 +186,9 @@ def _weak_hook(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Buckets:
-    """The buffer of one rank; `prepare` makes it, and the parts of a step do the rest in their order.
+    """The buffer of one rank: `prepare` it, then call `reduce`, `hand_over` and `afterwards` in every step.
 
-    `apart`: the data axis of its parameters where that differs from `Core.data_axis` (experts: edp).
+    `apart`: the data axis of its parameters if that differs from `Core.data_axis` (edp for experts).
     """
 
     def __init__(self, case: Case, apart: str = "") -> None:
@@ -226,7 +235,7 @@ class Buckets:
         return replace(rank, parameters=masters, updated=masters)
 
     def _prepare_split(self, rank: Rank) -> Rank:
-        """This rank steps its part of every bucket: a range of a flat parameter, wherever a part lies in one."""
+        """Have this rank step its part of every bucket: of each flat parameter the range that lies in the part."""
         ranges_by_name: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
         for under in self._under:
             for index in range(self._axis.size):
@@ -262,7 +271,9 @@ class Buckets:
                 self._start(under)
 
     def _take_over(self, name: str, grad: Tensor, x: Tensor) -> Tensor:
-        """Add grad^T x to a weight's gradient, now or later; return the placeholder: nan, or 0 for a tied table."""
+        """Add grad^T x to a weight's gradient, now or later. Returns what autograd gets instead: nan, or 0 for a tied
+        table.
+        """
         if self._case.wgrad == "fused":
             self._multiply(name, grad, x)
         else:
@@ -283,7 +294,7 @@ class Buckets:
             under.pending = start_all_reduce(buffer, self._axis, overlap=overlap)
 
     def reduce(self, _rank: Rank) -> None:
-        """Complete the sums over the data ranks; with zero=1 in this rank's part of every bucket."""
+        """Complete the sums over the data ranks; with zero=1 only this rank's part of every bucket is summed."""
         for deferred in self._later:
             self._multiply(*deferred)
         self._later.clear()
@@ -300,7 +311,7 @@ class Buckets:
         self._begun.clear()
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Every parameter's place in the buffer; with zero=1 summed in this rank's part only."""
+        """Every parameter's place in the buffer; with zero=1 only this rank's part of it is summed."""
         return self._views
 
     def hand_over(self, rank: Rank) -> None:
@@ -319,7 +330,7 @@ class Buckets:
                 self._gather(under.bucket)
 
     def _gather(self, bucket: Bucket) -> None:
-        """Every rank's part of a bucket into the parameters."""
+        """Gather every rank's part of a bucket into the parameters."""
         first = next(iter(self._model.values()))
         part = first.new_zeros(bucket.size // self._axis.size)
         for share in shares_of_rank(bucket, self._axis.rank, self._axis.size):
@@ -332,21 +343,21 @@ class Buckets:
 
 
 def _part(tensor: Tensor, elements: range) -> Tensor:
-    """Some elements of a flat tensor, in its memory."""
+    """A range of elements of a tensor, as a flat view."""
     return tensor.detach().view(-1)[elements.start : elements.stop]
 
 
 def _trained_leaf(tensor: Tensor, case: Case) -> Tensor:
-    """The leaf that the optimizer steps for this tensor: itself, or a float32 copy."""
+    """The tensor that the optimizer steps for this parameter: the parameter itself, or a float32 copy."""
     return tensor.detach().to(trained_dtype(case)).requires_grad_()
 
 
 def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:
-    """The buckets of a stage's parameters, given as name -> elements; each chunk of a rank has a buffer of its own.
+    """The buckets of a stage's parameters, given as name -> elements. Each chunk of a rank has a buffer of its own.
 
-    As in Megatron-Core `DistributedDataParallel`, `bucket=` cuts the first stage alone, for the sums of the others are
-    hidden by its backward. A token table of two stages has a bucket of its own where buckets are shared, so that both
-    stages cut it alike. Its copy comes last, as the head's weight.
+    As in Megatron-Core `DistributedDataParallel`, `bucket=` applies to the first stage alone: the sums of later stages
+    overlap with the backward of the first. The copy of the token table on the last stage comes last, where an untied
+    head's weight would be.
     """
     names = sorted(sizes, key=lambda name: stage.copies_table and name == TABLE)
     return make_buckets(
@@ -359,14 +370,14 @@ def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int
 
 
 def accumulates_in_buffer(case: Case, name: str) -> bool:
-    """Whether products of this parameter's gradient are added to the buffer directly: for weights of linears."""
+    """Whether a linear adds the gradient of this weight to the buffer itself."""
     module, _, leaf = name.rpartition(".")
     table = module == "head" or (case.tied and module == "embedding.tokens")
     return case.wgrad != "plain" and leaf == "weight" and (table or is_column(module) or is_row(module))
 
 
 class BucketsByAxis:
-    """Buffers of parameters whose copies lie on different ranks, as one: experts' and all others'.
+    """The buffers of experts and of all other parameters as one. The two have their copies on different ranks.
 
     `buckets` are the buffers by the mesh axis over which their parameters have copies.
     """
@@ -375,7 +386,7 @@ class BucketsByAxis:
         self._buckets = buckets
 
     def prepare(self, rank: Rank) -> Rank:
-        """Each lays out its parameters, and has the optimizer step what it shall."""
+        """Prepare every buffer. Each parameter of the returned rank comes from the buffer that holds it."""
         made = {axis: buckets.prepare(rank.of(axis)) for axis, buckets in self._buckets.items()}
 
         def merge_parts(part: Callable[[Rank], Mapping[str, _T]]) -> dict[str, _T]:
@@ -390,7 +401,7 @@ class BucketsByAxis:
         )
 
     def reduce(self, rank: Rank) -> None:
-        """The sums over the ranks with copies are complete."""
+        """Complete the sums over the ranks that hold copies."""
         for axis, buckets in self._buckets.items():
             buckets.reduce(rank.of(axis))
 
@@ -404,6 +415,6 @@ class BucketsByAxis:
             buckets.hand_over(rank.of(axis))
 
     def afterwards(self, rank: Rank) -> None:
-        """Round masters into the parameters, and gather what ranks share."""
+        """Round masters into the parameters; with zero=1 gather every rank's part into them."""
         for axis, buckets in self._buckets.items():
             buckets.afterwards(rank.of(axis))

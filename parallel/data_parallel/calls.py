@@ -1,27 +1,19 @@
 """The calls once a step: sums of gradients, loss, norm and loss scale.
 
-The gradient of a parameter is summed over exactly the axes that neither cut it nor share its data (`summed_over`). Its
-placement names the axes that cut it. The data of its copies differ over the data axis always, and over the weight axis
-where it is partial. For a tied token table they differ over the two ends of a pipeline too. The words of data
-parallelism decide which gradients travel in one call:
+The gradient of a parameter is summed over an axis if its ranks hold copies of the parameter and see different data:
 
-    no word      all gradients of a rank in one call
-    any word     what a bucket or a unit holds
+    the data axis      always
+    the weight axis    where the gradient is partial
+    the embedding axis for a tied token table, of which both ends of a pipeline have a copy
 
-Calls of buckets and of parameters in shards take the place of one sum of all gradients:
+The words of data parallelism decide which gradients are summed in one call:
 
-    zero=0|1     a bucket of a stage (`bucket=`); with zero=1 reduced into shards, gathered after the optimizer's step
-    zero=2|3     a unit of a stage, gathered for every use (`parallel.data_parallel.fsdp`)
+    no word      all gradients of a rank
+    zero=0|1     those of a bucket of a stage (`bucket=`); with zero=1 they are reduced into shards, and the updated
+                 parameters are gathered after the optimizer's step
+    zero=2|3     those of a unit of a stage, whose parameters are gathered for every use (`parallel.data_parallel.fsdp`)
 
-With `bucket=` a bucket's call belongs to the module whose gradient completes it, the last in the order of backward.
-With wgrad=deferred a bucket with the weight of a linear is summed after backward.
-
-Counts and calls of Megatron-LM itself beside a case's closed form: its estimate of memory, and its step's calls.
-
-Its step all-reduces over groups of one rank too, and looks for infinite gradients in float16. All ranks of the model
-agree on whether the update took place and on the norm that is logged. None of that changes a number, so ours leaves it
-out. Sources: Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimizer`, `training.train_step` (modes.md 5,
-measured). Megatron-LM `theoretical_memory_usage.py` counts neither biases nor positions.
+Beside a case's closed form, `megatron_beside` states what Megatron-LM itself estimates and calls.
 """
 
 import math
@@ -64,7 +56,7 @@ Placements = Mapping[str, Placement]
 
 
 def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
-    """The axes over which the gradient of a parameter with this placement is summed, by the rule above."""
+    """The axes over which the gradient of a parameter with this placement is summed."""
     other_data = [shard_axis(case, name), *([REPLICAS] if case.shard else [])]
     other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
     other_data += ["embedding"] if name == TABLE and case.table_is_copied else []
@@ -75,7 +67,7 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = trained_placements(strategy, case)
     loss_axes, scaled = (case.token_axis, *case.pipeline_axes), 'scaler != "none"'
-    # From placements and not from Strategy.norm_axes, which the step reads: a wrong one differs from the closed form.
+    # From placements and not from Strategy.norm_axes, which the step itself reads: so an error there is found.
     dense = (place.axes for name, place in places.items() if case.data_axis_of(name) not in strategy.expert_data_axes)
     split = (strategy.weight_axis, *sorted(set().union(*dense)), *([shard_axis(case)] if case.zero else []))
     shared = [*dict.fromkeys(split), *(axis for axes in strategy.expert_data_axes.values() for axis in axes)]
@@ -103,7 +95,9 @@ def sum_row(
 
 
 def trained_placements(strategy: Strategy, case: Case) -> Placements:
-    """The placements of what a rank keeps of the parameters: with zero=2|3 rows, cut over the ranks that share them."""
+    """The placements of the parameters that a rank keeps between steps; with zero=2|3 they are cut into rows over data
+    ranks.
+    """
     places = strategy.placements(case)
     if case.zero < 2:
         return places
@@ -112,20 +106,21 @@ def trained_placements(strategy: Strategy, case: Case) -> Placements:
 
 
 def ranks_at(case: Case, **at: int) -> Coordinates:
-    """The coordinates of a rank at these places of the mesh, the first one on other axes."""
+    """The coordinates of the rank at these places of the mesh; it is the first one on every other axis."""
     first = coordinates(case, 0)
     return {**first, **{axis: (own, first[axis][1]) for axis, own in at.items()}}
 
 
 def elements_at(place: Placement, at: Coordinates) -> int:
-    """Elements of the local tensor of the rank there, padding included."""
+    """Elements of a rank's local tensor, padding included."""
     return math.prod(local_shape(place, at))
 
 
 def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
-    """The gradients that are summed over an axis, on every rank of a pipeline for the parameters of all its chunks.
+    """The gradients that are summed over an axis in one call, for every rank of a pipeline.
 
-    They travel together, but over the weight axis one by one where they are not coalesced.
+    A rank sums the gradients of all its chunks together. Over the weight axis they are summed one by one if the
+    strategy does not coalesce them.
     """
     names = [name for name, place in places.items() if axis in summed_over(strategy, case, name, place)]
     together = strategy.coalesced or axis != strategy.weight_axis
@@ -141,13 +136,13 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
 
 
 def bucket_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
-    """The calls of the buckets or units of a case that shares gradients otherwise than in one sum."""
+    """The calls of a case that sums its gradients in buckets or units."""
     places = trained_placements(strategy, case)
     return tuple(_unit_rows(case, places, strategy) if case.zero >= 2 else _bucket_rows(case, places, strategy))
 
 
 def _bucket_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
-    """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
+    """Sums of buckets over the data ranks; with zero=1 the updated parameters are gathered too."""
     op = "reduce_scatter" if case.zero else "all_reduce"
     for axis in (case.data_axis, *strategy.expert_data_axes):
         buckets = partial(_buckets, places, axis)
@@ -172,7 +167,7 @@ def _without_module(where: Places) -> Places:
 
 
 def _buckets(places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
-    """The buckets of every stage, of the parameters that have copies over an axis."""
+    """The buckets of every stage, made of the parameters that have copies over this axis."""
     own = {name: place for name, place in places.items() if case.data_axis_of(name) == axis}
     for stage in stages(case):
         at = ranks_at(case, **stage.at)
@@ -184,24 +179,27 @@ def _buckets(places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
 
 
 def _completing_module(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
-    """The module whose gradient completes a bucket, "" behind backward: for the only bucket, and for one with a
-    deferred gradient. And whether its sum is hidden: unless it starts behind the last product, that of the first layer
-    of the rank's first chunk.
+    """The module whose gradient completes a bucket, "" if the bucket is summed after backward; and whether products of
+    the backward hide the sum.
     """
+    # Without `bucket=` the only bucket is summed after backward, and so is one with a deferred gradient of a linear.
     if not case.bucket or (
         case.wgrad == "deferred" and any(accumulates_in_buffer(case, slot.name) for slot in bucket.slots)
     ):
         return "", False
-    order = [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]  # in which backward completes
-    if stage.copies_table:  # its gradient comes from the head, and from what embeds behind the decoder
+    order = [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]  # as backward completes them
+    if stage.copies_table:  # the head completes its gradient, and then what embeds behind the decoder
         order.insert(order.index("final_norm"), order.pop())
     latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
+    # The last product that can hide a sum is that of the first layer in the rank's first chunk.
     last_product = order.index(next(name for name in column_linears(case) if stage.holds(name)))
     return order[latest], case.overlap and (latest < last_product or stage.chunk > 0)
 
 
 def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
-    """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
+    """Gathers of the sharded parameters of units, and sums of their gradients. A gather counts in the unit that starts
+    it.
+    """
     times = ONCE_A_STEP if case.no_sync else MICRO_BATCHES
     for axis in (shard_axis(case), *strategy.expert_data_axes):
         sharded = {name: place for name, place in places.items() if shard_axis(case, name) == axis}
@@ -219,8 +217,9 @@ def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[C
 
 
 def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[CallPlace]:
-    """The units of every stage: where they are gathered for forwards or backwards, or at their own modules. A unit that
-    is started ahead begins in the one that is used before it.
+    """The units of every stage: in a phase where their gathers start, otherwise at their own modules.
+
+    With `prefetch=` the gather of a unit starts in the unit that is used before it.
     """
     again = recomputed_modules(case)
     for stage in stages(case):
@@ -245,8 +244,9 @@ def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterato
 
 
 def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
-    """How often a unit of this stage is gathered in a step, for forwards or for backwards; `drops`: it is not kept
-    behind a forward. In a pipeline it stays from a backward to the next forward.
+    """How often a unit of this stage is gathered in a step, for forwards or for backwards.
+
+    `drops`: its parameters are freed after a forward. In a pipeline they stay from a backward to the next forward.
     """
     kept, left, found = False, 0, 0
     for action in order(pipeline_of(case), stage.rank):
@@ -261,18 +261,18 @@ def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
 Line = tuple[str, str]
 _MB = 2**20
 _STATES, _SPLIT_STATES = (18.0, 0.0), (6.0, 12.0)
-"""Bytes of a parameter kept by every data rank, and those that data ranks share."""
+"""Bytes a parameter: those that every data rank keeps, and those that the data ranks share."""
 
 
 def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Line]:
-    """(what, how much) of a case of tp or tp-sp; `places` are those of its parameters."""
+    """(what, how much) of a case of tp or tp-sp by Megatron-LM: its estimate of memory, and its step's calls."""
     padding = {"embedding.tokens.weight", "head.weight"}
     whole = sum(
         math.prod((case.padded_vocab, *shape[1:]) if name in padding else shape) for name, shape in shapes(case).items()
     )
     yield "parameters of a rank", f"{local_elements(case, places):,}"
     yield "parameters of the model", f"{whole:,}"
-    if len(case.blocks) == case.layers and not case.replaced_branches(0):  # it knows plain layers alone
+    if len(case.blocks) == case.layers and not case.replaced_branches(0):  # the estimate knows no other layers
         yield "weights and optimizer of a rank by Megatron-LM's own estimate", f"{estimated_mb(case):,.2f} MB"
     for what, op, elements, dtype, group in step_calls(case, local_elements(case, places)):
         width = 2 if dtype in ("float16", "bfloat16") else 8 if dtype == "float64" else 4
@@ -299,7 +299,10 @@ def ledger_lines(case: Case, terms: Iterable[CompleteTerm]) -> Iterator[Line]:
 
 
 def estimated_mb(case: Case) -> float:
-    """Megatron-LM's theoretical memory of weights and optimizer on a rank, in units of 2**20 bytes."""
+    """Megatron-LM's theoretical memory of weights and optimizer on a rank, in units of 2**20 bytes.
+
+    Source: `theoretical_memory_usage.py`, which counts neither biases nor positions.
+    """
     hidden, gated = case.hidden, 1.5 if case.activation == "swiglu" else 1.0
     layer = 2 * hidden**2 * (1 + case.kv_heads / case.heads) + 2 * hidden * case.ffn * gated + 4 * hidden
     tables = hidden * case.padded_vocab * (1 if case.tied else 2)
@@ -308,7 +311,12 @@ def estimated_mb(case: Case) -> float:
 
 
 def step_calls(case: Case, elements: int) -> Iterator[tuple[str, str, int, str, str]]:
-    """(what, op, elements, dtype, group) of each call that Megatron's step issues once and ours does not."""
+    """(what, op, elements, dtype, group) of each call that Megatron's step issues once and ours does not.
+
+    None of them changes a number: sums over groups of one rank, a look for infinite gradients in float16, and calls by
+    which all ranks of the model agree on whether the update took place and on the norm that is logged. Sources:
+    Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimizer`, `training.train_step` (modes.md 5, measured).
+    """
     model, data = f"{case.tp} ranks of tp", "a group of one"
     if axis_size(case, case.token_axis) == 1:
         yield "gradients", "all_reduce", elements, gradient_dtype(case), data

@@ -54,7 +54,7 @@ Shape = tuple[int, ...]
 
 
 def shard_axis(case: Case, name: str = "") -> str:
-    """The data axis of a parameter (of dense ones without a name); with `shard=` the ranks of one copy alone."""
+    """The mesh axis over which a parameter is sharded; without a name that of dense parameters."""
     return "shard" if case.shard else case.data_axis_of(name)
 
 
@@ -98,7 +98,9 @@ def _row(shape: Shape) -> int:
 
 
 _SavedView = tuple[int, tuple[int, ...], tuple[int, ...], int]
-"""Number of a gathered parameter, then size, stride and offset of what autograd saves of it."""
+"""Key of a tensor that autograd saved: the number of a gathered parameter, and the size, stride and
+offset of the view.
+"""
 
 
 class Shards:
@@ -127,9 +129,11 @@ class Shards:
         return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
 
     def _link_prefetches(self, units: "Mapping[str, _Unit]", numbers: Sequence[int]) -> None:
-        """Set which unit each one starts to gather before it computes: the next one in forward and in backward."""
+        """For each unit, set which one it starts to gather before it computes: the next in forward, the next in
+        backward.
+        """
         layers = [units[f"layers.{number}"] for number in numbers]
-        if root := units.get(""):  # a stage in the middle has nothing outside of its layers
+        if root := units.get(""):  # a stage in the middle holds nothing outside of its layers
             root.following = layers[0]
         for unit, following in itertools.pairwise(layers):
             unit.following = following
@@ -138,7 +142,7 @@ class Shards:
             units[f"layers.{layer}"].preceding = units[f"layers.{earlier}"]
 
     def reduce(self, rank: Rank) -> None:
-        """Complete the sums of the step: add every unit's gradient shards up over the replicas, with `shard=`."""
+        """Complete the sums of the step: with `shard=` add every unit's gradient shards up over the replicas."""
         for unit in self._units:
             unit.sum_over(rank.mesh.axis(REPLICAS) if self._case.shard else None)
 
@@ -147,13 +151,13 @@ class Shards:
         return {name: part for unit in self._units for name, part in unit.gradients().items()}
 
     def hand_over(self, rank: Rank) -> None:
-        """Set the gradients of the tensors that the optimizer steps, in their dtype, without padding."""
+        """Set the gradients of the tensors that the optimizer steps, in their dtype and without padding."""
         padded = self.gradients()
         for name, tensor in rank.updated.items():
             tensor.grad = padded[name][: tensor.numel()].view(tensor.shape).to(tensor.dtype)
 
     def afterwards(self, _rank: Rank) -> None:
-        """Do nothing: shards are gathered where they are used."""
+        """Do nothing: shards are gathered when they are used."""
 
 
 class _Unit:
@@ -191,7 +195,7 @@ class _Unit:
         return {name: self._grad_shards[first : first + size] for name, first, size in self._layout.places()}
 
     def start(self) -> None:
-        """Start the all-gather of the unit, unless it is gathered or on its way."""
+        """Start the all-gather of the unit, unless it is gathered or the gather is under way."""
         if self._full_params or self._pending_gather is not None:
             return
         dtype = dtype_of(self._case)
@@ -203,7 +207,7 @@ class _Unit:
         self._pending_gather = start_all_gather(flat, self._axis, dim=0, overlap=overlap)
 
     def gather(self) -> list[Tensor]:
-        """The full parameters; gathered here unless they still are."""
+        """The full parameters; gathered now unless they are here."""
         if not self._full_params:
             self.start()
             assert self._pending_gather is not None
@@ -215,9 +219,11 @@ class _Unit:
         return self._full_params
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Reduce-scatter the gradients of the full parameters into the shards of the step's sum; reshard the unit."""
+        """Reduce-scatter the gradients of the full parameters, add them to the step's sum, and free the full
+        parameters.
+        """
         last = self._backwards_done + 1 == self._case.micro
-        # on a pipeline another micro-batch may be between its forward and its backward, so the unit stays gathered
+        # in a pipeline another micro-batch may be between its forward and its backward, so the unit stays gathered
         if last or self._case.pp == 1:
             self._full_params = []
             self._restore_shards()
@@ -243,20 +249,20 @@ class _Unit:
         self._backwards_done += 1
 
     def sum_over(self, replicas: Axis | None) -> None:
-        """Sum the gradient shards over the replicas, if any; the next gradient begins the sum of the next step."""
+        """Sum the gradient shards over the replicas, if any. The next gradient begins the sum of the next step."""
         if replicas is not None:
             self._grad_shards = all_reduce(self._grad_shards, replicas)
         self._backwards_done = 0
 
     def _forward(self, forward: Callable[..., Any], *args: Any) -> Any:
-        """Run the unit's forward with the full parameters in the places of its shards."""
+        """Run the unit's forward with the full parameters in place of its shards."""
         recomputing = self._model.again
         full_params = _Gather.apply(self, *self.shards.values())
         prefetched = self.preceding if recomputing else self.following
         if prefetched is not None:
             prefetched.start()
         for full_param, (owner, leaf) in zip(full_params, self._places_of_params.values(), strict=True):
-            owner.__dict__[leaf] = full_param  # found before the parameter, which stays registered
+            owner.__dict__[leaf] = full_param  # an attribute hides the registered parameter
         # A recomputed unit is gathered by its second forward, which comes before its backward.
         gather_in_backward = self._reshard_after_forward and not self._recomputed and torch.is_grad_enabled()
         try:
@@ -278,7 +284,9 @@ class _Unit:
             owner.__dict__.pop(leaf, None)
 
     def _pack_saved(self, tensor: Tensor) -> Tensor | _SavedView:
-        """What autograd keeps of a tensor that it saves: of a full parameter, which shall be freed, only the view."""
+        """What autograd keeps of a tensor that it saves: of a full parameter, which is to be freed, only the view of
+        it.
+        """
         storage = tensor.untyped_storage()
         for number, own in enumerate(self._storages):
             if storage is own:
@@ -307,7 +315,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherAgain(torch.autograd.Function):
-    """The identity; backward gathers the unit before any of its modules needs it, and prefetches the one before."""
+    """The identity. Its backward gathers the unit before any of its modules needs it, and
+    prefetches the unit before.
+    """
 
     @staticmethod
     def forward(ctx: Any, unit: _Unit, y: Tensor) -> Tensor:
@@ -323,12 +333,12 @@ class _GatherAgain(torch.autograd.Function):
 
 
 def units_of(case: Case, names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of parameters by the module that they are gathered with: their layer, or "" (the model) outside layers."""
+    """Names of parameters by the module with which they are gathered: their layer, or "" (the model) outside layers."""
     units = dict[str, list[str]]()
     for name in names:
         first, number, *_ = [*name.split("."), ""]
         module = f"{first}.{number}" if first == "layers" else ""
-        # parameters sharded over other ranks than dense ones are a unit of their own, as torchtitan's experts are
+        # parameters sharded over other ranks than dense ones are a unit of their own, as experts are in torchtitan
         own = shard_axis(case, name) != shard_axis(case)
         units.setdefault(name.rsplit(".", 2)[0] if own else module, []).append(name)
     return units

@@ -1,18 +1,18 @@
-"""Data parallelism as a scheme: what its words (`reference.features.data_parallel`) replace of a strategy.
+"""Data parallelism as a scheme: what its words (`reference.features.data_parallel`) replace in a strategy.
 
-Without any of them a strategy is left as it is: one flat sum of all gradients (`parallel.training`).
+Without any of these words a strategy keeps its one flat sum of all gradients (`parallel.training`).
 
-With `parity=N` ranks that hold the same parameters compare hashes of them inside the program. Before every N-th step's
-update, that of the first step included, after its last backward:
+With `parity=N` ranks that hold the same parameters compare hashes of them inside the program. They do so in the first
+step and in every N-th step after it, between the last backward and the update:
 
     over the weight axis   the parameters that are whole on it
     over the data axes     all parameters; with zero=2|3, and zero=1 with masters, only those that shard= replicates
     over `embedding`       a tied token table, of which the first and the last stage of a pipeline have a copy
 
-A parity check is an all_gather of int64, a number a parameter that the rank holds, over each axis that has any. A hash
-that differs ends the run with the parameter and the ranks. Outside of the ranks the check `replicas` compares the same
-tensors bit for bit. Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers q/k norms' weights in every
-forward.
+A parity check is one all_gather over each axis with such parameters: an int64 hash for every one that the rank holds. A
+hash that differs ends the run, with an error that names the parameter and the ranks. The check `replicas` compares the
+same tensors bit for bit after the run. Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers q/k
+norms' weights in every forward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ from shardproof.parallel.model.strategy import Rank, Step, Strategy
 from shardproof.reference.case import Case
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the integers that its bits are."""
+"""Bytes of an element -> the integer dtype of the same size."""
 
 
 def with_parity(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy whose ranks compare their replicas; itself with parity=0."""
+    """The strategy with a parity check before updates; unchanged with parity=0."""
     if not case.parity:
         return strategy
     replicated = _replicas_by_axis(strategy, case)
@@ -50,7 +50,7 @@ def with_parity(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[CallRow]:
-    """Calls of a parity check, a row for each axis."""
+    """The calls of parity checks: a row for each axis."""
     why, times = "hashes of parameters that its ranks hold alike", "-(-steps // parity)"
     for axis, names in replicated.items():
         where = partial(_hashes, axis, frozenset(names))
@@ -58,7 +58,7 @@ def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[CallRow]:
 
 
 def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[CallPlace]:
-    """Every rank of a pipeline that holds any of the parameters."""
+    """The hashes of each rank of a pipeline that holds any of the parameters."""
     ranks = 2 if axis == "embedding" else axis_size(case, axis)
     for own in stages_by_rank(case):
         if count := sum(any(stage.holds(name) for stage in own) for name in names):
@@ -66,7 +66,7 @@ def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[CallPlace]
 
 
 def _replicas_by_axis(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
-    """Axis -> the parameters that its ranks hold alike."""
+    """Axis -> the parameters that are equal on all its ranks."""
     places = strategy.placements(case)
     sharded = case.zero >= 2 or (case.zero == 1 and case.master != "none")
     data: Sequence[str] = (
@@ -82,13 +82,13 @@ def _replicas_by_axis(strategy: Strategy, case: Case) -> dict[str, Sequence[str]
 
 
 class _Parity:
-    """The comparisons of one rank; called once a step."""
+    """The parity check of one rank; called once a step."""
 
     def __init__(self, case: Case, replicated: Mapping[str, Sequence[str]]) -> None:
         self._every, self._replicated, self._steps = case.parity, replicated, 0
 
     def __call__(self, rank: Rank) -> None:
-        """Raises RuntimeError for a parameter whose replicas differ."""
+        """Raises RuntimeError for a parameter that differs between ranks."""
         step, self._steps = self._steps, self._steps + 1
         if step % self._every:
             return
@@ -109,7 +109,7 @@ class _Parity:
 
 
 def bits_hash(tensor: Tensor) -> Tensor:
-    """A number [] of the tensor's bits and their places, int64: another one if a single element differs."""
+    """An int64 hash [] of the tensor's bits and their places: it changes whenever one element changes."""
     words = tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()]).long()
     odd = 2 * torch.arange(len(words), device=words.device) + 1
     return (words * odd * 6364136223846793005).sum()
@@ -119,12 +119,12 @@ AFTER = ("context", "experts", "latent", "pipeline", "prediction")
 
 
 def apply(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy with the gradients, the optimizer and the comparisons of replicas of this case."""
+    """The strategy with this case's data parallelism and its parity checks."""
     return with_parity(_with_shared_gradients(strategy, case), case)
 
 
 def _with_shared_gradients(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy with the gradients and the optimizer of this case's data parallelism; itself without any word."""
+    """The strategy with this case's way to sum gradients and to step; unchanged if the case names none."""
     if not case.shares_gradients:
         return strategy
 
@@ -142,7 +142,7 @@ def _with_shared_gradients(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _held_by(gradients: Shards | Buckets | BucketsByAxis, case: Case, plain: Step) -> Step:
-    """A step whose gradients lie in these buckets or shards, and whose optimizer steps what they give it."""
+    """A step with gradients in buckets or shards, which give the optimizer the tensors to step."""
     return replace(
         plain,
         loss_scale=None if case.scaler == "none" else LossScaling(case),

@@ -1,4 +1,4 @@
-"""Experts in the place of a layer's MLP: hidden states in and out as the mode has them.
+"""Experts in place of a layer's MLP, with hidden states in the layout of the mode.
 
 A rank routes tokens of its own. Where hidden states are whole on every tensor rank, each takes its part of the sequence
 first, and the outputs are gathered in the end. Otherwise tp copies of a token would each send its gradient to the
@@ -15,10 +15,11 @@ The router of one layer: logits of this rank's own tokens, which experts they go
     pre-softmax   the same selection; weights are their shares of the softmax over all experts, not normalised again
     sigmoid       weights are the sigmoids of those selected, divided by their sum where there are several
 
-Of equal scores the one with the smaller number is selected: `torch.topk` promises nothing. All times `router_scale`.
-With `router_groups` only the experts of `kept_groups` may be selected, of those with the largest sums of their best
-scores, top_k / kept_groups of each. With `bias_rate` a bias is added to sigmoids where they are selected alone.
-Letters: T tokens, E experts. Source: Megatron-Core 0.16.1 `topk_routing_with_score_function` (experts.md 21.1).
+Among equal scores the expert with the smaller number is selected; `torch.topk` leaves that open. All weights are
+multiplied by `router_scale`. With `router_groups` experts are selected from `kept_groups` of the groups: those in which
+the top_k / kept_groups best scores have the largest sum. With `bias_rate` a bias is added to the sigmoids by which
+experts are selected, and not to the weights. Letters: T tokens, E experts. Source: Megatron-Core 0.16.1
+`topk_routing_with_score_function` (experts.md 21.1).
 
 Balance losses are terms of the summed loss that push routers to use all experts alike:
 
@@ -27,12 +28,13 @@ Balance losses are terms of the summed loss that push routers to use all experts
     global_loss     the same of the micro-batches that all data ranks have at once, the mean over data ranks
     z_loss          1/T * the sum of logsumexp(logits)^2
 
-With balance_of=counted T are the tokens whose loss counts, summed over these ranks beside the rows of experts. Rows are
-those of all ranks that hold the micro-batch (or, for global_loss, one of them), one all-reduce of integers each. Scores
-are this rank's own, so that the terms of all ranks add up to the loss. Each is times T, for a step's gradients are
-divided by its counted tokens in the end. Megatron's per-token mode took the rank's own number for T (experts.md 21.5,
-X1). Scores are the softmax, or shares of sigmoids; choices are those without groups and bias. Source: Megatron-Core
-0.16.1 `switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961, 2202.08906.
+Rows are counted over all ranks that hold the micro-batch (for global_loss: one of the micro-batches), by one all-reduce
+of integers for each loss. With balance_of=counted T is the number of tokens whose loss counts, summed in the same call.
+Scores are this rank's own, so that the terms of all ranks add up to the loss. Each term is multiplied by T, because the
+gradients of a step are divided by its counted tokens. Megatron's per-token mode took the rank's own number for T
+(experts.md 21.5, X1). Scores are the softmax, or each sigmoid over the sum of all; experts are chosen by them without
+groups and bias. Source: Megatron-Core 0.16.1 `switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961,
+2202.08906.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +64,7 @@ def has_balance(case: Case) -> bool:
 
 
 def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None) -> Tensor:
-    """All terms of this rank's tokens, or of those that are `counted_BS`, []; a forced choice counts as it is."""
+    """The sum [] of all terms over this rank's tokens, or those of `counted_BS`. Forced choices count as given."""
     share_BSE = scores(case, logits_BSE)
     if case.routing == "learned":
         chosen_BSE = select(case, share_BSE, plain=True)
@@ -119,7 +121,7 @@ class Router(nn.Module):
 
 
 def scores(case: Case, logits: Tensor) -> Tensor:
-    """The share of every expert in each token, all experts considered: [.., E]."""
+    """The score of every expert for each token, which add up to 1: [.., E]."""
     if case.router != "sigmoid":
         return logits.softmax(-1)
     one = logits.sigmoid()
@@ -127,7 +129,7 @@ def scores(case: Case, logits: Tensor) -> Tensor:
 
 
 def select(case: Case, score: Tensor, *, plain: bool = False) -> Tensor:
-    """The experts of every token by these scores, bool [.., E]; `plain` knows no groups."""
+    """The experts of every token by these scores, bool [.., E]; `plain`: without regard to groups."""
     score = score.detach()
     if case.router_groups > 1 and not plain:
         members = score.unflatten(-1, (case.router_groups, -1))
@@ -178,7 +180,7 @@ class OwnExperts(nn.Module):
             self.add_module(leaf, _Stacked(shape, dtype, device))
 
     def forward(self, x_TH: Tensor, weights_T: Tensor, rows: Sequence[int]) -> Tensor:
-        """Rows -> rows; `rows` says how many are each expert's, which may be none."""
+        """Rows -> rows, sorted by expert; `rows` is the number for each expert, 0 for some."""
         parts = zip(x_TH.split(list(rows)), weights_T.split(list(rows)), strict=True)
         return torch.cat([self._one(expert, *part) for expert, part in enumerate(parts)])
 
@@ -217,10 +219,11 @@ class _Gate(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """`name` is its dotted one, "layers.1.mlp"; `places` how its parameters lie; `shared` the MLP of all tokens.
+    """A router, experts and perhaps a shared expert. `name` is its dotted name, "layers.1.mlp"; `places` say how its
+    parameters lie; `shared` is the MLP of all tokens.
 
-    `draw` is the step and the micro-batch that it computes. `chosen` are the choices of a step by micro-batch, as
-    hidden states lie: bool [.., .., experts].
+    `draw` is the step and the micro-batch that it computes. `chosen` are the choices of a step by micro-batch, in the
+    layout of hidden states: bool [.., .., experts].
     """
 
     draw: tuple[int, int] = (0, 0)
@@ -301,7 +304,7 @@ class ExpertBlock(nn.Module):
         return counted_BS[:, places_of(self.case, self.at)].to(device)
 
     def _apply_capacity(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
-        """The choices that experts take, bool [T, E]."""
+        """The choices that are left within the capacity of experts, bool [T, E]."""
         if self.case.capacity_of == "rank":
             return apply_capacity(self.case, weights_TE, chosen_TE, self._tokens(self.at))
         holders = self.mesh.axis("tp_cp")
@@ -309,11 +312,11 @@ class ExpertBlock(nn.Module):
         return taken_of_all(self.case, weights_TE, chosen_TE, numbers_RT, holders)
 
     def _tokens(self, at: Coordinates) -> Tensor:
-        """The numbers of the tokens of the rank at these coordinates, as hidden states have them end to end."""
+        """The numbers of the tokens of the rank at these coordinates, in the order of its flat hidden states."""
         return self._by_row(tokens_of(self.case, at, *self.draw)).flatten()
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """Rows first where hidden states have places first, and back."""
+        """Swap rows and places of a row if hidden states have places first."""
         return x.transpose(0, 1) if self.sequence_dim == 0 else x
 
     def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:

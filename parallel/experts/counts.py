@@ -1,12 +1,12 @@
 """How many rows every rank sends to every expert in a micro-batch, from integers, and the calls that follow.
 
-No rank's own choice is used. Where `routing=` is a function the map is that. Where a router chooses it is the dense
-model's (`reference.training.truth`), which the check `routing` holds against the ranks'. A rank routes the tokens
-that it holds: its slices of the rows (cp), and of these an equal part in a row (tp).
+No rank's own choice is used. If `routing=` is a function, it gives the choices. If a router chooses, they are those of
+the dense model (`reference.training.truth`), with which the check `routing` compares the ranks' own. A rank routes the
+tokens that it holds: its slices of the rows (cp), and of these an equal part of each row (tp).
 
-Payloads of the calls differ by rank, for they follow the choices. `sent` and `received` are the rows of one rank,
-`most` the most that one of the etp ranks of its experts receives. Rows that go forward return in backward the other
-way.
+Payloads of the calls differ by rank, since they follow the choices. `sent` and `received` are the rows of one rank.
+`most` is the largest number that one of the etp ranks of its experts receives. Rows that are sent in forward return in
+backward.
 """
 
 from collections import Counter
@@ -43,7 +43,9 @@ def tokens_of(case: Case, at: Coordinates, step: int, micro: int) -> Tensor:
 
 
 def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple[int, ...]:
-    """The rows that a global rank sends to each expert of the layer of this name; counted once where choices return."""
+    """The rows that a global rank sends to each expert of the layer of this name. Choices that
+    repeat are counted once.
+    """
     at, known = coordinates(case, rank), _latest_counts(case)
     first, every = first_token(case, step, micro, at["dp"][0]), period(case)
     key = block, first % every if every else first, at["cp"][0], at["tp"][0]
@@ -55,12 +57,12 @@ def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple
 
 @lru_cache(maxsize=4)
 def _latest_counts(_case: Case) -> dict[tuple[str, int, int, int], tuple[int, ...]]:
-    """A cache of the counts of the cases that were counted last."""
+    """A cache of the counts of the last cases."""
     return {}
 
 
 def micro_batches(case: Case) -> Counter[tuple[int, int]]:
-    """A step and a micro-batch of every kind -> how many of the run send the same rows."""
+    """One step and micro-batch of every kind -> how many of the run send the same rows."""
     every, alike = period(case), dict[int, tuple[int, int]]()
     found = Counter[tuple[int, int]]()
     for step in range(case.steps):
@@ -88,9 +90,10 @@ def _choices_of_rank(case: Case, block: str, step: int, micro: int, at: Coordina
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Rows among the ranks that exchange tokens: `rows[t][q]` to each expert, from the rank with etp t and ep q.
+    """Rows among the ranks that exchange tokens: `rows[t][q]` to each expert, from the rank with place t on etp and q
+    on ep.
 
-    The properties below are of the rank at (`etp`, `ep`).
+    The properties below are those of the rank at (`etp`, `ep`).
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]
@@ -117,12 +120,12 @@ class RowCounts:
 
     @property
     def most(self) -> int:
-        """The most rows that one of the etp ranks which hold its experts receives."""
+        """The largest number of rows that one of the etp ranks of its experts receives."""
         return max(sum(self._rows_arriving(etp)) for etp in range(len(self.rows)))
 
     @property
     def by_expert(self) -> list[int]:
-        """Rows of each of its experts, of all etp ranks."""
+        """The rows of each of its experts, those of all etp ranks."""
         return [sum(of_q[expert] for of_t in self.rows for of_q in of_t) for expert in self.local]
 
     def sorted_by_expert(self) -> list[int]:
@@ -152,7 +155,9 @@ _OWN = "slice_tokens // tp"
 
 
 def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
-    """The calls of the case's layers with experts, shared ones aside, which are linears like others."""
+    """The calls of the case's layers with experts. Those of shared experts are left out: they are
+    linears like others.
+    """
     router = case.dtype if case.router_dtype == "model" else case.router_dtype
     dispatched = _gather_rows(router) if case.dispatcher == "allgather" else _exchange_rows(router)
     return (
@@ -171,7 +176,7 @@ def _around(case: Case) -> Iterator[CallRow]:
 
 
 def _capacity_rows(case: Case, router: str) -> Iterator[CallRow]:
-    """The calls where tokens of several ranks compete for an expert."""
+    """The calls that let tokens of several ranks compete for an expert."""
     if case.capacity_of != "rank":
         elements, dtype = f"ranks * {_OWN} * experts", router if case.drop == "score" else "bool"
         yield CallRow(_layers, "forward", "all_gather", elements, "who competes for whom", axis="tp_cp", dtype=dtype)
@@ -239,7 +244,9 @@ BALANCE = (
 
 
 class _Numbers(NamedTuple):
-    """Rows that a rank sends, that it receives, and the most that one of the etp ranks of its experts receives."""
+    """Rows that a rank sends, rows that it receives, and the largest number that one of the etp ranks of its experts
+    receives.
+    """
 
     sent: int
     received: int
@@ -247,7 +254,7 @@ class _Numbers(NamedTuple):
 
 
 def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
-    """Every layer on every rank where this number is another than on others, with the number."""
+    """Every layer on every rank where this number differs from that of other ranks, with the number."""
     for stage, block, counts in _of_layers(case):
         own = {rank: Counter[int]() for rank in counts}
         for rank, of_rank in counts.items():
@@ -261,7 +268,7 @@ def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
 def _differing_coordinates(
     case: Case, own: Mapping[int, Counter[int]]
 ) -> Iterator[tuple[dict[str, int], Counter[int]]]:
-    """The coordinates by which ranks differ, with what those there have: none, those among experts, or all."""
+    """The coordinates by which ranks differ, with their numbers: no coordinates, those among experts, or all."""
     for axes in ((), ("etp", "ep"), tuple(axis for axis, size in case.mesh.items() if size > 1)):
         places = {rank: tuple(coordinates(case, rank)[axis][0] for axis in axes) for rank in own}
         found = {place: own[rank] for rank, place in places.items()}
@@ -272,7 +279,7 @@ def _differing_coordinates(
 
 @lru_cache(maxsize=4)
 def _of_layers(case: Case) -> tuple[tuple[Stage, str, dict[int, Counter[_Numbers]]], ...]:
-    """Every stage with each of its layers: rank -> its numbers, and in how many micro-batches of the run."""
+    """For every stage and each of its layers: rank -> its numbers, and how many micro-batches of the run have them."""
     kinds, groups = micro_batches(case), case.axes["etp_ep"]
     found = []
     for stage in stages(case):
@@ -286,7 +293,7 @@ def _of_layers(case: Case) -> tuple[tuple[Stage, str, dict[int, Counter[_Numbers
 def _counts(
     case: Case, block: str, ranks: tuple[int, ...], kinds: Counter[tuple[int, int]]
 ) -> dict[int, Counter[_Numbers]]:
-    """Every rank of a group that exchanges tokens -> its numbers, and in how many micro-batches of the run."""
+    """For every rank of a group that exchanges tokens: its numbers, and how many micro-batches of the run have them."""
     at = {rank: (coordinates(case, rank)["etp"][0], coordinates(case, rank)["ep"][0]) for rank in ranks}
     by_place = {place: rank for rank, place in at.items()}
     found: dict[int, Counter[_Numbers]] = {rank: Counter() for rank in ranks}
@@ -303,6 +310,6 @@ def _counts(
 
 @lru_cache(maxsize=16)
 def _numbers(rows: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[tuple[int, int], _Numbers]:
-    """Place (etp, ep) in such a group -> its numbers."""
+    """Place (etp, ep) in the group -> the numbers of the rank there."""
     every = (RowCounts(rows=rows, etp=etp, ep=ep) for etp in range(len(rows)) for ep in range(len(rows[0])))
     return {(one.etp, one.ep): _Numbers(sum(one.rows_to_send), sum(one.rows_to_receive), one.most) for one in every}

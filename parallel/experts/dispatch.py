@@ -50,7 +50,9 @@ def apply_capacity(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: T
 
 
 def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: Tensor, axis: Axis) -> Tensor:
-    """Taken pairs where tokens of all ranks of the axis compete; `numbers_RT` are those of every rank's tokens."""
+    """The taken pairs where the tokens of all ranks of the axis compete; `numbers_RT` are the numbers of every rank's
+    tokens.
+    """
     if case.drop == "score":  # a weight is positive where an expert is chosen
         weights_TE = all_gather((weights_TE * chosen_TE).detach(), axis, dim=0)
         chosen_TE = weights_TE > 0
@@ -61,7 +63,7 @@ def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: 
 
 
 def pad_to_most(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows sorted by expert, filled up with zeros to `most_rows` of each, and the places of the real rows."""
+    """Rows sorted by expert, with zeros up to `most_rows` for each, and the places of the real rows."""
     count = torch.bincount(experts_R, minlength=case.experts)
     within_R = torch.arange(len(experts_R), device=rows.device) - (count.cumsum(0) - count)[experts_R]
     places_R = experts_R * case.most_rows + within_R
@@ -72,11 +74,11 @@ def pad_to_most(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Te
 Compute = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 """(rows [R, H] sorted by expert, their weights [R], how many rows are each expert's) -> their outputs [R, H]."""
 Known = Callable[[int], Sequence[int]]
-"""Global rank -> how many rows it sends to each expert, where tensors have no values."""
+"""Global rank -> how many rows it sends to each expert, for tensors without values."""
 
 
 class _Among:
-    """The ranks that hold all experts together, as one of them sees them."""
+    """The ranks that hold all experts together, as seen from one of them."""
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
         self.case, self.every = case, mesh.axis("etp_ep")
@@ -91,7 +93,7 @@ class _Among:
 
 
 class ByAllToAll(_Among):
-    """Rows for experts are exchanged."""
+    """Exchange the rows for experts."""
 
     def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
         """Sum of the outputs of every token's experts: [T, H]."""
@@ -114,7 +116,7 @@ class ByAllToAll(_Among):
         return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)
 
     def _count_sent(self, chosen_TE: Tensor, known: Known) -> RowCounts:
-        """Rows that every rank sends, by a collective unless the case has them as a number."""
+        """How many rows every rank sends: by a collective, unless the case knows the numbers."""
         if self.case.pad:
             return self.count_rows([[self.case.most_rows] * self.case.experts] * self.every.size)
         rows_WE = all_gather(chosen_TE.sum(0)[None], self.every, dim=0)
@@ -123,7 +125,7 @@ class ByAllToAll(_Among):
         return self.count_rows(rows_WE.tolist())
 
     def _gather_rows(self, rows: Tensor, most: int) -> Tensor:
-        """The rows of all etp ranks, each padded to the most."""
+        """The rows of all etp ranks, each padded to the largest number."""
         missing = most - rows.shape[0] if self.etp.size > 1 else 0
         padded = functional.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
         return gather_from_sequence(padded, self.etp, dim=0)
@@ -149,7 +151,7 @@ class ByAllGather(_Among):
 
 
 def _pairs(chosen_TE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Expert and token of every row, sorted by expert and then by token; there are this many."""
+    """Expert and token of every row, sorted by expert and then by token; `rows` is their number."""
     if chosen_TE.is_meta:
         return (torch.empty(rows, dtype=torch.int64, device="meta"),) * 2
     experts_R, tokens_R = chosen_TE.T.nonzero(as_tuple=True)

@@ -64,7 +64,7 @@ BIASES = (
 
 
 def move_biases(rank: Rank) -> None:
-    """Raise the bias of experts with fewer rows than the mean, lower that of those with more, by `bias_rate`."""
+    """Raise the bias of experts with fewer rows than the mean and lower that of those with more, by `bias_rate`."""
     blocks = list(blocks_of(rank).values())
     if not blocks:
         return
@@ -78,14 +78,16 @@ COPIES = "edp"
 
 
 def over_copies(others: Callable[[Rank], None], rank: Rank) -> None:
-    """The sums of all gradients over the ranks with copies: experts' in one flat call, and `others`."""
+    """Sums all gradients over the ranks with copies: those of experts in one flat call, and the rest by `others`."""
     others(rank.of(rank.case.data_axis))
     experts = rank.of(COPIES)
     sum_gradients(experts.step.partial(experts).values(), rank.mesh.axis(COPIES))
 
 
 def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
-    """The norm of all gradients; `others` gives that of dense ones. A stage without experts joins the calls."""
+    """The norm of all gradients; `others` gives that of dense ones. A stage without experts takes part in the calls
+    too.
+    """
     dense, experts = rank.of(rank.case.data_axis), rank.of(COPIES)
     places = {**experts.updated_places, "": next(iter(dense.updated_places.values()))}
     nothing = torch.zeros((), device=rank.device)
@@ -145,7 +147,7 @@ def _place_expert(name: str, place: Placement) -> Placement:
 
 
 def _is_expert(name: str) -> bool:
-    """Whether this is an expert's parameter, whose gradient holds the tokens of all ranks that send it any."""
+    """Whether this is an expert's parameter. Its gradient holds the tokens of all ranks that send it any."""
     return ".mlp.experts." in name
 
 
@@ -183,7 +185,7 @@ def _block(
 
 
 def _choices(rank: Rank, step: int) -> Mapping[str, Value]:
-    """The experts that every token went to in a step: int32 [dp*micro*rows, seq, experts] by layer."""
+    """The experts that every token went to in a step: by layer, int32 [dp*micro*rows, seq, experts]."""
     case, found = rank.case, dict[str, Value]()
     for name, block in blocks_of(rank).items():
         place, boxes = rank.strategy.activation(case, f"{name}.router"), list[Box]()

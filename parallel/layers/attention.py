@@ -1,4 +1,4 @@
-"""Self-attention on the heads that this rank's projections give it: how many follows from their width.
+"""Self-attention on this rank's heads, whose number follows from the width of its projections.
 
 Letters: B sequences, S tokens, N query heads, K kv heads (N = K*g), D head dim, all of this rank. Between its two
 linears attention works on [B, S, heads, D], whatever the layout of hidden states. The core sees whole sequences, or
@@ -58,7 +58,7 @@ class HeadShape:
 
 
 def no_exchange(core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The exchange of modes whose ranks see whole sequences anyway: none."""
+    """No exchange, for modes whose ranks see whole sequences."""
     return core(q, k, v)
 
 
@@ -71,7 +71,7 @@ def rotary_table(positions_BS: Tensor, dim: int, dtype: torch.dtype) -> tuple[Te
 
 
 def rotate(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pair (i, i + D/2) of every head by its position's angle; of heads wider than the table their last D."""
+    """Turn the pair (i, i + D/2) of every head by its position's angle. Of wider heads the last D features turn."""
     cos, sin = table
     if plain := x_BSND.shape[-1] - 2 * cos.shape[-1]:
         return torch.cat((x_BSND[..., :plain], rotate(x_BSND[..., plain:], table)), -1)

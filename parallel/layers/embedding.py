@@ -26,7 +26,7 @@ from shardproof.parallel.layers.linear import Region, column_linear
 
 
 class EmbeddingTable(nn.Module):
-    """A holder of one weight [rows, D], looked up by the module around it, so that the calls belong to that module."""
+    """A holder of one weight [rows, D]. The module around it looks it up, so that the calls belong to that module."""
 
     def __init__(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def vocabulary_rows(ids: Tensor, weight: Tensor, first: int) -> Tensor:
 
 
 class _Embedding(nn.Module):
-    """Fields of both forms: `tokens`, this rank's table, and `positions`, the whole [seq, D] or None."""
+    """The fields of both forms: `tokens`, this rank's table, and `positions`, the whole [seq, D] or None."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class VocabularyEmbedding(_Embedding):
     """Token embedding split along the vocabulary; `tokens` is this rank's [V/p, D]."""
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Hidden states [S, B, D] or [B, S, D]; of this rank's part of the sequence when they are split."""
+        """Hidden states [S, B, D] or [B, S, D]; those of this rank's part of the sequence when they are split."""
         region = self.region
         x_BSD = vocabulary_rows(tokens_BS, self.tokens.weight, region.axis.rank * self.tokens.weight.shape[0])
         if self.positions is None:
@@ -88,25 +88,24 @@ class HiddenEmbedding(_Embedding):
     """Token embedding split along hidden; `tokens` is this rank's [V, D/p], every rank looks up every token."""
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Hidden states [S, B, D] or [B, S, D]; of this rank's part of the sequence when they are split."""
+        """Hidden states [S, B, D] or [B, S, D]; those of this rank's part of the sequence when they are split."""
         columns = functional.embedding(tokens_BS, self.tokens.weight)
         return self._from_whole(pairs.gather_from(columns, self.region.axis), positions_BS)
 
 
 class WholeEmbedding(_Embedding):
-    """Token embedding that every rank holds whole, `tokens` [V, D], as it holds the hidden states behind it."""
+    """Token embedding from a table `tokens` [V, D] that every rank holds whole; hidden states are whole too."""
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Hidden states [S, B, D] or [B, S, D]; no call, and the gradient of the table is whole on every rank."""
+        """Hidden states [S, B, D] or [B, S, D]. No call is issued: the gradient of the table is whole on every rank."""
         return self._from_whole(functional.embedding(tokens_BS, self.tokens.weight), positions_BS)
 
 
 class Head(nn.Module):
     """Logits of this rank's vocabulary rows, [.., .., V/p] over the whole sequence: a column linear without bias.
 
-    The weight is its own or, tied, the embedding's, handed to `forward`. `gather_output` returns the logits of the
-    whole true vocabulary `vocab` on every rank (forward all-gather, backward own slice); no padded column is among
-    them.
+    The weight is its own, or (tied) the embedding's, handed to `forward`. With `gather_output` every rank gets the
+    logits of the whole true vocabulary `vocab`, without padded columns (forward all-gather, backward own slice).
     """
 
     def __init__(

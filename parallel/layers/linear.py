@@ -42,12 +42,12 @@ Holder = Callable[[Tensor, Tensor], Tensor]
 
 
 def holder_of(weight: Tensor) -> Holder | None:
-    """Holder of the products of this weight's gradient; None: autograd."""
+    """The holder of this weight's gradient; None: autograd."""
     return getattr(weight, "holder", None)
 
 
 def set_holder(weight: Tensor, holder: Holder) -> None:
-    """Have the products of this weight's gradient taken over, from the next forward on."""
+    """Have `holder` take over the products of this weight's gradient, from the next forward on."""
     weight.holder = holder  # type: ignore[attr-defined]
 
 
@@ -58,7 +58,7 @@ def weight_gradient(holder: Holder | None, grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight^T whose holder takes over the weight's gradient."""
+    """x @ weight^T; the holder takes over the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, holder: Holder) -> Tensor:
@@ -84,7 +84,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """The tensor-parallel region on `axis`: how hidden states lie outside it, and what brings them in and out.
+    """The tensor-parallel region on `axis`: how hidden states lie outside of it, and which collectives bring them in
+    and out.
 
     `sequence_dim` is the dim split over the axis, None when every rank holds them whole. `keep`: a column linear saves
     the gathered input for backward instead of gathering it again. `overlap`: gradients travel during the weight GEMM.
@@ -102,24 +103,24 @@ class Region:
         return pairs.reduce_scatter_to_sequence(y, self.axis, dim=self.sequence_dim)
 
     def gather_hidden(self, x: Tensor) -> Tensor:
-        """Hidden states whole on this rank."""
+        """Hidden states, whole on this rank."""
         return x if self.sequence_dim is None else all_gather(x, self.axis, dim=self.sequence_dim)
 
     def start_gather(self, x: Tensor) -> Pending:
-        """Hidden states whole on this rank, gathered during a GEMM."""
+        """Hidden states, whole on this rank; the gather travels during a GEMM."""
         if self.sequence_dim is None:
             return Pending(None, lambda: x)
         return start_all_gather(x, self.axis, dim=self.sequence_dim, overlap=self.overlap)
 
     def start_reduce(self, grad: Tensor, *, overlap: bool) -> Pending:
-        """This rank's share of the gradient's sum; `grad` is given away."""
+        """This rank's share of the gradient's sum over ranks. `grad` may be overwritten."""
         if self.sequence_dim is None:
             return start_all_reduce(grad, self.axis, overlap=overlap)
         return start_reduce_scatter(grad, self.axis, dim=self.sequence_dim, overlap=overlap)
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """x @ weight^T + bias with the input's entry into the region and its conjugate in backward."""
+    """x @ weight^T + bias, with the collective by which the input enters the region, and its conjugate in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
@@ -138,7 +139,7 @@ class _ColumnProduct(torch.autograd.Function):
         if wants_weight:
             total = Pending(None, lambda: x) if region.keep else region.start_gather(x)
         if wants_x:
-            # A frozen weight leaves no GEMM to hide behind.
+            # a frozen weight has no GEMM behind which the call could hide
             reduced = region.start_reduce(grad @ weight, overlap=region.overlap and wants_weight)
         if total is not None:
             grad_weight = weight_gradient(ctx.holder, grad, total.wait())

@@ -38,7 +38,7 @@ from shardproof.parallel.communication.layout import Axis, Placement
 from shardproof.parallel.layers.block import wide
 
 IGNORED = -100
-"""The label of a token that is never learned."""
+"""The label of a token that is not learned."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -92,16 +92,16 @@ def _sum_terms(terms: list[Tensor], axis: Axis, fused: bool) -> list[Tensor]:
 def vocabulary_cross_entropy(
     logits: Tensor, labels: Tensor, axis: Axis, *, vocab: int, smoothing: float = 0.0, fused: bool = False
 ) -> Tensor:
-    """The loss of every token, [...], from this rank's columns [..., V/p]; on an axis of one rank it is the plain one.
+    """The loss of every token, [...], from this rank's columns [..., V/p]; on an axis of one rank the plain loss.
 
-    Labels [...] outside 0..vocab-1 (IGNORED) give a finite number that `token_weights` weighs with 0.
+    Labels [...] outside 0..vocab-1 (IGNORED) give a finite number, to which `token_weights` gives the weight 0.
     """
     loss: Tensor = _CrossEntropy.apply(logits, labels, axis, vocab, smoothing, fused)
     return loss
 
 
 def token_weights(labels: Tensor, loss_mask: Tensor) -> Tensor:
-    """The weight with which every token counts: its loss mask, 0 where the label is IGNORED."""
+    """The weight of every token in the loss: its loss mask, and 0 if the label is IGNORED."""
     return loss_mask * (labels != IGNORED)
 
 
@@ -123,11 +123,11 @@ LOGITS = (
     CallRow("head", "forward", "all_gather", "slice_tokens * padded_vocab", "logits", when='head == "gather"'),
     *LOSS,
 )
-"""Calls behind a head that splits the vocabulary over tp: its logits are gathered, or their loss is split too."""
+"""The calls behind a head that splits the vocabulary over tp: its logits are gathered, or the loss is split too."""
 
 
 class _Attached(torch.autograd.Function):
-    """The tensor; in backward its gradient, and 1 for the term."""
+    """The tensor itself. Backward returns its gradient, and 1 for the term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
@@ -145,19 +145,19 @@ def _identity(loss: Tensor) -> Tensor:
 
 
 class Terms:
-    """The terms of one rank. `scale_loss` gives their gradients the factor of the loss's own (`Step.loss_scale`)."""
+    """The terms of one rank. `scale_loss` multiplies their gradients as those of the loss (`Step.loss_scale`)."""
 
     def __init__(self) -> None:
         self.scale_loss: Callable[[Tensor], Tensor] = _identity
 
     def attach(self, x: Tensor, term: Tensor) -> Tensor:
-        """A tensor that the loss depends on, with a term [] that is added to this micro-batch's summed loss."""
+        """A tensor that the loss depends on, with a scalar term that is added to this micro-batch's summed loss."""
         attached: Tensor = _Attached.apply(x, self.scale_loss(term))
         return attached
 
 
 DATASETS = 1
-"""Number of datasets: a case has one corpus."""
+"""The number of datasets: a case has one corpus."""
 _VOCABULARY = 2
 """Dim of logits [.., .., V]."""
 
@@ -178,7 +178,8 @@ class MetricSums:
 
 
 class Metric(nn.Module):
-    """Measures micro-batches and adds them up in `total`. A metric has no parameters and is called with gradients off.
+    """Measures micro-batches and adds their numbers up in `total`. A metric has no parameters and is called with
+    gradients off.
 
     `place` says how logits lie on `axis`: split along the vocabulary, along the sequence, or whole.
     """
@@ -194,7 +195,9 @@ class Metric(nn.Module):
         self.total: MetricSums | None = None
 
     def forward(self, logits: Tensor, labels: Tensor, weights: Tensor) -> MetricSums:
-        """The sums of this micro-batch; labels and weights (1 or 0) are of all its tokens, as laid out."""
+        """The sums of this micro-batch; labels and weights (1 or 0) cover all its tokens, in the layout of the
+        strategy.
+        """
         tokens = weights.sum().long()
         labels, weights = (own_slice(x, self.rows, dim=self.sequence_dim) for x in (labels, weights))
         measured = self._measure(logits, labels, weights, tokens)
@@ -222,7 +225,7 @@ class Metric(nn.Module):
         )
 
     def _own(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's logits with padded columns out of reach, every label's column, and whether it lies elsewhere."""
+        """This rank's logits with padded columns at -inf, every label's column, and whether it lies on another rank."""
         first = self.columns.rank * logits.shape[-1]
         real = max(0, min(logits.shape[-1], self.vocab - first))
         x = logits.to(wide(logits.dtype), copy=True)
@@ -232,7 +235,7 @@ class Metric(nn.Module):
 
 
 def metric_rows(place: Placement | None) -> tuple[CallRow, ...]:
-    """The calls of a case's metric, none without or for whole logits; `place` is that of its logits."""
+    """The calls of a case's metric; none without a metric, or for whole logits. `place` is that of its logits."""
     if place is None or not place.cuts:
         return ()
     split = _SPLIT if place.cuts[0].dim == _VOCABULARY else _SLICED
@@ -255,6 +258,6 @@ _SPLIT = (
     _calls("all_reduce", "tokens", "logit of the label, of the loss"),
     _calls("all_reduce", "tokens", "sum of exp, of the loss"),
 )
-"""Logits split along the vocabulary."""
+"""For logits split along the vocabulary."""
 _SLICED = (_calls("all_reduce", "1", "log-likelihood"), _calls("all_reduce", str(DATASETS), "loss of every dataset"))
-"""Logits split along the sequence."""
+"""For logits split along the sequence."""

@@ -49,7 +49,7 @@ class FlatGather:
         self._rows: tuple[Tensor, ...] | None = None
 
     def tensors(self, first: int, count: int) -> list[Tensor]:
-        """`count` full tensors from number `first` on, as copies, so that none of them keeps the buffer alive."""
+        """`count` full tensors from number `first` on, copied, so that none of them keeps the buffer alive."""
         if self._rows is None:
             buffer = self._pending.wait().view(self._ranks, -1)
             self._rows = buffer.split([shape.numel() for shape in self._shapes], 1)
@@ -66,12 +66,12 @@ def reduce_scatter_flat(fulls: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 
 _PREFETCHING = "wo"
-"""The linear that starts the next block: the MLP's products are still ahead then, enough to hide the gathers."""
+"""Import a module from here: in a copy of this package with a planted bug, the copy's own module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchPlan:
-    """The first columns of the table above; `again` are the blocks that are computed again."""
+    """The first columns of the table above; `again` are the recomputed blocks."""
 
     ahead: bool
     fused: bool
@@ -84,13 +84,13 @@ class PrefetchPlan:
 
 @dataclass(slots=True)
 class _Loan:
-    """Full tensors of a linear, under way or here, for a number of uses."""
+    """The full tensors of a linear, here or under way, for a number of uses."""
 
     arrive: Callable[[], list[Tensor]]
     uses: int
 
     def take(self) -> list[Tensor]:
-        """The full tensors, awaited at their first use."""
+        """The full tensors; the first use waits for them."""
         tensors = self.arrive()
         self.uses -= 1
         self.arrive = lambda: tensors
@@ -99,7 +99,9 @@ class _Loan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A linear among all blocks' linears. `shards` are its weight and, when it has one, its bias, split on dim 0."""
+    """The place of a linear in the order of all blocks' linears. `shards` are its weight and its bias, if any, split on
+    dim 0.
+    """
 
     gathers: "Gathers"
     number: int
@@ -108,7 +110,7 @@ class Seat:
     shards: tuple[Tensor, ...]
 
     def edges(self) -> tuple[Tensor, ...]:
-        """Leaves of the linear's product in the graph: its shards or, fused, its part of the gathered block."""
+        """The leaves of the linear's product in the graph: its shards or, fused, its part of the gathered block."""
         return self.gathers.edges(self)
 
     def forward(self, edges: Sequence[Tensor]) -> list[Tensor]:
@@ -117,15 +119,17 @@ class Seat:
         return list(edges) if self.gathers.plan.fused else self.gathers.forward(self)
 
     def look_back(self) -> AbstractContextManager[None]:
-        """Around the first look at what the product saved: that is where a checkpointed block runs again."""
+        """Wraps the first access to what the product saved: this is where a checkpointed block runs again."""
         return self.gathers.look_back(self)
 
     def backward(self) -> Callable[[], list[Tensor]]:
-        """Begin to gather for backward; the function returned waits for the full tensors."""
+        """Start the gather for backward; the returned function waits for the full tensors."""
         return self.gathers.backward(self)
 
     def reduce(self, full: Tensor) -> Pending:
-        """Begin to turn the gradient of a full tensor into the edge's: its shard of the sum, or itself when fused."""
+        """Start turning the gradient of a full tensor into that of the leaf: its shard of the sum, or unchanged when
+        fused.
+        """
         if self.gathers.plan.fused:
             return Pending(None, lambda: full)
         return start_reduce_scatter(full, self.gathers.axis, dim=0)
@@ -159,7 +163,7 @@ class Gathers:
         self._recomputing = False
 
     def seat(self, block: int, leaf: str, shards: Sequence[Tensor]) -> Seat:
-        """The seat of the next linear in forward order, which belongs to this block."""
+        """The seat of the next linear in forward order; it belongs to this block."""
         seat = Seat(gathers=self, number=len(self._seats), block=block, leaf=leaf, shards=tuple(shards))
         self._seats.append(seat)
         self._blocks.setdefault(block, []).append(seat)
@@ -167,7 +171,7 @@ class Gathers:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is gathered and nothing is on its way, as between micro-batches."""
+        """Whether nothing is gathered or under way, as between micro-batches."""
         return not self._loans and not self._edges
 
     def edges(self, seat: Seat) -> tuple[Tensor, ...]:
@@ -181,13 +185,13 @@ class Gathers:
         return self._edges.pop(seat.number)
 
     def forward(self, seat: Seat) -> list[Tensor]:
-        """The full tensors of a seat in forward or in recompute, gathered now unless they were before."""
+        """The full tensors of a seat in forward or recompute, gathered now unless that was started before."""
         if seat.number not in self._loans:
             self._start(self._blocks[seat.block] if self.plan.ahead or self.plan.fused else [seat])
         return self._take(seat)
 
     def prefetch(self, seat: Seat) -> None:
-        """Start in forward what comes after this seat; a recompute starts nothing."""
+        """In forward, start what comes after this seat; a recompute starts nothing."""
         if self.plan.ahead and seat.leaf == _PREFETCHING and not self._recomputing:
             self._start(self._blocks.get(seat.block + 1, []))
 
@@ -203,7 +207,7 @@ class Gathers:
             self._recomputing = False
 
     def backward(self, seat: Seat) -> Callable[[], list[Tensor]]:
-        """See `Seat.backward`; starts what comes before this seat too."""
+        """See `Seat.backward`; this starts what comes before the seat too."""
         if seat.number not in self._loans:
             self._start([seat])
         if self.plan.ahead and self._is_last(seat) and self.plan.by_block(seat.block - 1):
@@ -217,7 +221,7 @@ class Gathers:
         return seat is self._blocks[seat.block][-1]
 
     def _start(self, seats: Sequence[Seat], *, again: bool = False) -> None:
-        """Issue the gathers of these seats, in this order on every rank. `again`: a recompute will use them too."""
+        """Issue the gathers of these seats, in the same order on every rank. `again`: a recompute will use them too."""
         uses = 2 if again and seats and seats[0].block in self.plan.again else 1
         if not self.plan.fused:
             for seat in seats:
@@ -231,7 +235,7 @@ class Gathers:
                 self._loans[seat.number] = _Loan(partial(flat.tensors, end - count, count), uses)
 
     def _take(self, seat: Seat) -> list[Tensor]:
-        """Hand a seat's full tensors out, and forget them with their last use."""
+        """Return a seat's full tensors, and forget them after their last use."""
         loan = self._loans[seat.number]
         tensors = loan.take()
         if loan.uses == 0:

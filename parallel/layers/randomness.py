@@ -92,7 +92,8 @@ def philox(key: tuple[int, int], counter: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 
 def element_indices(place: Placement, at: Coordinates) -> list[Tensor]:
-    """For every dim of a placed tensor, the global indices that the rank at these coordinates holds, as they lie there.
+    """For every dim of a placed tensor, the global indices that the rank at these coordinates holds, in the order in
+    which they lie there.
 
     Padding has index 0. Every cut must be along a dim.
     """
@@ -107,9 +108,9 @@ def element_indices(place: Placement, at: Coordinates) -> list[Tensor]:
 def keep_mask(
     seed: int, site: str, rate: float, *, step: int, samples: Tensor, elements: Sequence[Tensor], shape: Sequence[int]
 ) -> Tensor:
-    """Bool [samples, *elements]: the mask of a site at these coordinates, True where dropout with this rate keeps.
+    """Bool [samples, *elements]: the mask of a site at these coordinates; True is kept by dropout with this rate.
 
-    `elements` are the indices of each dim of a sample, whose full tensor has this `shape`.
+    `elements` are the indices along each dim of a sample, whose full tensor has this `shape`.
     """
     first, *_ = _philox_words(f"{seed} dropout {site}", elements, shape, step=step, samples=samples)
     return first >= math.ceil(rate * 2**32)
@@ -156,14 +157,14 @@ def seeds_at(seed: int, at: Coordinates, *, slices: bool) -> dict[str, int]:
 
 
 def continues_streams(at: Coordinates) -> bool:
-    """Whether the streams of initial values go on as those of dropout: on the first context ranks."""
+    """Whether the streams of initial values continue as those of dropout: they do on the first context ranks."""
     return at["cp"][0] == 0
 
 
 class Streams:
-    """Streams that take turns on one generator of the CPU; draws from `generator` come from the stream in force.
+    """Streams that take turns on one CPU generator. Draws from `generator` come from the current stream.
 
-    The generator is the object's own: nothing outside moves it, and it moves nothing outside.
+    The generator is the object's own: it and torch's default generator do not influence each other.
     """
 
     def __init__(self, seeds: Mapping[str, int]) -> None:
@@ -175,9 +176,10 @@ class Streams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[torch.Generator]:
-        """A context in which draws come from this stream; afterwards the former stream goes on as if nothing was drawn.
+        """A context in which draws come from this stream; afterwards the former stream continues as if nothing was
+        drawn.
 
-        A fork of the stream in force, at any depth, goes on with it: a stream never draws its numbers twice. Raises
+        A fork of the current stream, at any depth, continues with it: a stream never draws its numbers twice. Raises
         ValueError for an unknown name.
         """
         if name not in self._states:
@@ -190,12 +192,12 @@ class Streams:
             self._switch(outer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Name -> a copy of the stream's state, uint8 [bytes], the one in force included."""
+        """Name -> a copy of the stream's state, uint8 [bytes]; the current one too."""
         self._states[self._current] = self.generator.get_state()
         return {name: state.clone() for name, state in self._states.items()}
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
-        """Go on from these states. Raises ValueError for names that are not those of the streams."""
+        """Continue from these states. Raises ValueError unless their names are those of the streams."""
         if set(states) != set(self._states):
             raise ValueError(f"states={sorted(states)}: must be those of the streams; legal: {sorted(self._states)}")
         self._states = {name: state.clone() for name, state in states.items()}
@@ -203,7 +205,7 @@ class Streams:
 
     @contextmanager
     def rewound(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which draws begin at these states; afterwards every stream goes on as if nothing was drawn."""
+        """A context in which draws begin at these states; afterwards every stream continues as if nothing was drawn."""
         now = self.state_dict()
         self.load_state_dict(states)
         try:
@@ -233,7 +235,7 @@ def streams_of(case: Case, at: Coordinates) -> Streams:
 
 
 def initial_value(case: Case, name: str, place: Placement, at: Coordinates, streams: Streams) -> Tensor:
-    """Initial part of a parameter on the rank at these coordinates; padding is 0."""
+    """The initial value of a parameter's part on the rank at these coordinates; padding is 0."""
     if case.init == "whole":
         return shard(drawn_weight(case, name), place, at)
     real = shard(torch.ones(place.shape, dtype=torch.float64), place, at)  # 0 where there is padding
@@ -246,7 +248,7 @@ def initial_value(case: Case, name: str, place: Placement, at: Coordinates, stre
     if case.init == "field":
         return standard_values(case.seed, name, element_indices(place, at), place.shape) * scale * real
     if not _is_internevo(case):
-        stream = MODEL_PARALLEL if "tp" in place.axes else DEFAULT  # of a pipeline's stage each rank holds all
+        stream = MODEL_PARALLEL if "tp" in place.axes else DEFAULT  # each rank of a pipeline stage holds all of these
         return _draw_normal(streams, stream, local_shape(place, at), scale) * real
     rank, size = at[_axis(case)]
     first = _draw_normal(streams, _FIRST, local_shape(place, {**at, _axis(case): (0, size)}), scale)
@@ -275,8 +277,10 @@ Draw = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout:
-    """The dropout of one rank. `places` says how a module's output, or "shares", lies for the rows of a data rank;
-    `sequence_dim` where the sequence lies in hidden states. `drawn` fills up: every mask as boxes, by its name.
+    """The dropout of one rank.
+
+    `places` says how a module's output, or "shares", lies for the rows of a data rank; `sequence_dim` which dim of
+    hidden states is the sequence. `drawn` collects every mask as boxes, by its name.
     """
 
     case: Case
@@ -291,7 +295,7 @@ class Dropout:
     def of(
         cls, case: Case, at: Coordinates, places: Callable[[str], Placement], *, sequence_dim: int, device: torch.device
     ) -> "Dropout":
-        """The dropout of the rank at these coordinates, its streams at their beginnings."""
+        """The dropout of the rank at these coordinates, with every stream at its beginning."""
         return cls(
             case=case,
             at=at,
@@ -302,7 +306,7 @@ class Dropout:
         )
 
     def hidden(self, x: Tensor, site: str, draw: Draw) -> Tensor:
-        """Hidden states [S,B,D] or [B,S,D] with dropout of this site; themselves without any."""
+        """Hidden states [S,B,D] or [B,S,D] after dropout at this site; unchanged if there is none."""
         if not self.case.dropout:
             return x
         keep = self._mask(site, self.places(site), self.case.dropout, draw)
@@ -315,9 +319,9 @@ class Dropout:
         return x * keep / kept_share
 
     def shares(self, site: str, draw: Draw, dtype: torch.dtype) -> Tensor | None:
-        """The factors [B,N,q,S] of this rank's shares of attention, 0 or 1/(1-p); None without dropout of them.
+        """The factors [B,N,q,S] for this rank's attention shares, 0 or 1/(1-p); None if they are not dropped.
 
-        Heads and queries as its core has them, the keys of whole rows.
+        Heads and queries are those of the rank's core, keys those of whole rows.
         """
         rate: float = self.case.attention_dropout
         if not rate:
@@ -325,13 +329,13 @@ class Dropout:
         return self._mask(f"{site}.{SHARES}", self.places(SHARES), rate, draw).to(dtype) / (1 - rate)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of forward and of its recomputation: the second draws what the first drew."""
+        """The contexts of a forward and of its recomputation: the second draws what the first drew."""
         if self.case.random == "field":
             return nullcontext(), nullcontext()
         return nullcontext(), self.streams.rewound(self.streams.state_dict())
 
     def masks(self) -> dict[str, tuple[Box, ...]]:
-        """`mask/<step>/<site>`, bool [samples of a step, *shape of a sample]: what this rank drew; True is kept."""
+        """`mask/<step>/<site>`, bool [samples of a step, *shape of a sample]: what this rank drew. True is kept."""
         return {name: tuple(box for boxes in by.values() for box in boxes) for name, by in self.drawn.items()}
 
     def _mask(self, site: str, place: Placement, rate: float, draw: Draw) -> Tensor:
@@ -355,19 +359,21 @@ class Dropout:
         else:
             mask = self._next([len(index) for index in held], place, rate, split=site.endswith(SHARES))
         boxes = rows(pieces(mask, place, self.at), first=first, total=self.case.dp * self.case.micro * count)
-        self.drawn.setdefault(f"mask/{step}/{site}", {}).setdefault(micro, boxes)  # forward's, not its repetition's
+        # A recomputation draws the same mask again; that of forward is kept.
+        self.drawn.setdefault(f"mask/{step}/{site}", {}).setdefault(micro, boxes)
         return mask.to(self.device)
 
     def _next(self, shape: list[int], place: Placement, rate: float, *, split: bool) -> Tensor:
-        """The next mask of the stream that is right for this placement."""
+        """The next mask from the stream that fits this placement."""
         with self.streams.fork(MODEL_PARALLEL if split or "tp" in place.axes else DEFAULT) as generator:
             return torch.rand(shape, generator=generator, dtype=torch.float32) >= rate
 
 
 class _Dropped(torch.autograd.Function):
-    """x * mask / (1 - p), whose graph holds the mask itself.
+    """x * mask / (1 - p). The graph saves the mask alone.
 
-    So a layer is computed again when its last linear needs weights, as without dropout: in InternEvo modules start it.
+    So backward recomputes a layer when its last linear needs weights, as without dropout: in InternEvo modules start
+    that.
     """
 
     @staticmethod

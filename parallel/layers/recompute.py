@@ -34,9 +34,9 @@ def checkpoint_unit(
     distribute: Axis | None,
     contexts: Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]],
 ) -> Tensor:
-    """unit(x), of which x alone is saved: whole, or `distribute` names the axis whose ranks hold a part each.
+    """unit(x), of which only x is saved: whole or, with `distribute`, a part on each rank of that axis.
 
-    `contexts` gives what forward and its repetition run in.
+    `contexts` gives the contexts in which forward and its repetition run.
     """
     through, saved = unit, x
     if distribute is not None and distribute.size > 1:
@@ -45,7 +45,7 @@ def checkpoint_unit(
         def through(part: Tensor) -> Tensor:
             return unit(first.pop() if first else all_gather(part, axis, dim=0).requires_grad_().view(shape))
 
-        saved = own_slice(x.detach().flatten(), axis, dim=0).clone()  # a part of the memory, not a view of all
+        saved = own_slice(x.detach().flatten(), axis, dim=0).clone()  # a part of its own memory, not a view of all
     y: Tensor = checkpoint(
         through, saved, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, early_stop=early_stop
     )
@@ -53,8 +53,8 @@ def checkpoint_unit(
 
 
 def _first_to_need(case: Case) -> list[str]:
-    """The module of every unit whose backward is the first to need something of it: the last linear, or the dropout
-    behind it.
+    """For every unit, the module whose backward first needs something of it: the last linear, or
+    the dropout behind it.
     """
     return [f"layers.{last}" if case.dropout else f"layers.{last}.mlp.w2" for last in sorted(ends_of_units(case))]
 

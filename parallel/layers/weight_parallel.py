@@ -64,21 +64,21 @@ class Supply(Protocol):
         ...
 
     def look_back(self) -> AbstractContextManager[None]:
-        """Around the first look at what the product saved."""
+        """Wraps the first access to what the product saved."""
         ...
 
     def backward(self) -> Callable[[], list[Tensor]]:
-        """Begin to gather for backward; the function returned waits for the full tensors."""
+        """Start the gather for backward; the returned function waits for the full tensors."""
         ...
 
     def reduce(self, full: Tensor) -> Pending:
-        """Begin to turn the gradient of a full tensor into the gradient of its edge."""
+        """Start turning the gradient of a full tensor into that of its edge."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """The supply of a weight that is not prefetched."""
+    """The supply of a weight without prefetching."""
 
     weight: Tensor
     axis: Axis
@@ -96,7 +96,7 @@ class Alone:
         return nullcontext()
 
     def backward(self) -> Callable[[], list[Tensor]]:
-        """Gathered during the product that gives the weight's gradient."""
+        """A gather that travels during the product for the weight's gradient."""
         pending = start_all_gather(self.weight.detach(), self.axis, dim=0)
         return lambda: [pending.wait()]
 
@@ -106,7 +106,7 @@ class Alone:
 
 
 class _WeightProduct(torch.autograd.Function):
-    """x @ weight^T + bias; weight and bias come from the supply, their gradients go back to its edges."""
+    """x @ weight^T + bias. Weight and bias come from the supply; their gradients go back to its edges."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, supply: Supply, *edges: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class _WholeTable(torch.autograd.Function):
         ctx.axis, ctx.dim = axis, dim
         ctx.save_for_backward(shard)
         whole = all_gather(shard, axis, dim=dim)
-        return whole.view_as(whole)  # in a group of one it is the shard itself, which must not be handed back
+        return whole.view_as(whole)  # in a group of one this is the shard itself, which must not be handed out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -182,7 +182,7 @@ class _WholeTable(torch.autograd.Function):
 
 
 class WeightEmbedding(nn.Module):
-    """Token embedding from a table split over the axis along `dim`, plus learned positions when there are any.
+    """Token embedding from a table split over the axis along `dim`, plus learned positions if there are any.
 
     `tokens` is this rank's table, `positions` the whole [seq, D] or None for rotary positions.
     """

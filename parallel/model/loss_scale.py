@@ -76,7 +76,7 @@ class LossScaling:
         self._state = ScaleState(value=value, growth=int(growth), hysteresis=int(hysteresis))
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss [], whose gradients are `value` times as large."""
+        """The loss [] itself; its gradients are multiplied by `value`."""
         scaled: Tensor = _Scaled.apply(loss, self.value)
         return scaled
 
@@ -87,7 +87,7 @@ class LossScaling:
 
 
 class _Scaled(torch.autograd.Function):
-    """Forward identity, backward times the scale."""
+    """Identity in forward; backward multiplies by the scale."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:

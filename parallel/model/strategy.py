@@ -23,12 +23,12 @@ from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.reference.case import Case
 
 MakesLayer = Callable[[str], nn.Module]
-"""Makes a transformer layer of this dotted name, as those of the decoder are."""
+"""Makes a transformer layer of this dotted name, like those of the decoder."""
 _T = TypeVar("_T")
 Value = Tensor | tuple[Box, ...]
 """A value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
-"""Loss sum, number of tokens and logits of a step on a rank; 0, 0 and None where its stages end before the last."""
+"""Loss sum, number of tokens and logits of a step on a rank; 0, 0 and None if it does not hold the last stage."""
 
 
 def _whole_batch(batch: Delivered) -> Delivered:
@@ -114,7 +114,9 @@ class Strategy:
     step: "Callable[[Case, Step], Step]" = _unchanged_step
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
-        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states; its own inverse."""
+        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states. Applied twice it gives the
+        tensor back.
+        """
         return x_BS.transpose(0, 1) if self.sequence_dim == 0 else x_BS
 
 
@@ -169,7 +171,7 @@ class Rank:
 
     @property
     def model(self) -> nn.Module:
-        """The first chunk, which is all of the model without a pipeline."""
+        """The first chunk; without a pipeline this is the whole model."""
         return self.chunks[0][1]
 
     def of(self, data_axis: str) -> "Rank":
@@ -189,7 +191,7 @@ class Rank:
     @property
     def has_numbers(self) -> bool:
         """Whether tensors have numbers to compare: not on the meta device."""
-        # a run on shapes alone shall need the memory of training and no more, so callers leave the rest out
+        # A run on shapes alone must need no more memory than training, so callers leave the rest out.
         return self.device.type != "meta"
 
     def boxes(self, local: Tensor, place: Placement) -> tuple[Box, ...]:
@@ -197,9 +199,9 @@ class Rank:
         return pieces(local, place, self.mesh.coordinates)
 
     def value(self, local: Tensor, place: Placement) -> Value:
-        """A local tensor that lies so as a value of the outcome."""
+        """A local tensor of this layout as a value of the outcome."""
         return self.boxes(local, place) if place.cuts else local
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of every tensor that the optimizer steps, by name; they lie as `updated_places`."""
+        """The gradient of every tensor that the optimizer steps, by name; `updated_places` says how they lie."""
         return {name: tensor.grad for name, tensor in self.updated.items() if tensor.grad is not None}

@@ -24,7 +24,9 @@ from shardproof.reference.model.parameters import dtype_of
 
 
 class Layer(nn.Module):
-    """A block: attention, then MLP, each behind its norm, dropped and added to the hidden states."""
+    """A block: attention, then MLP. Each follows its norm; dropout is applied to its output, which is added to hidden
+    states.
+    """
 
     def __init__(
         self,
@@ -44,8 +46,8 @@ class Layer(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
-        """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
-        vars(self.mlp)["draw"] = draw  # a feature's module in its place may read it
+        """Hidden states -> hidden states; `draw` names their step and micro-batch."""
+        vars(self.mlp)["draw"] = draw  # a module that a feature puts here may read it
         x = x + self._dropout_of("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
         y: Tensor = x + self._dropout_of("mlp", self.mlp(self.mlp_norm(x)), draw)
         for leaf in self.behind:
@@ -57,10 +59,9 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The part of the model that one stage holds, all of it without a pipeline, under the names of the whole.
+    """The part of the model that one stage holds, all of it without a pipeline; names are those of the whole model.
 
-    Backward computes the units of recomputed layers again, which are the first layers here, or all of them; `again` is
-    true while it does.
+    Backward computes the recomputed layers again, which are the first of a stage or all; meanwhile `again` is true.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Transformer(nn.Module):
     def forward(self, batch: Delivered, received: Tensor | None = None) -> Tensor:
         """This rank's logits, in the strategy's layout: whole, a part of the vocabulary, or a part of the sequence.
 
-        A stage takes the hidden states `received` from the one before, and gives those for the next.
+        A stage takes the hidden states `received` from the stage before, and returns those for the next.
         """
         x = received
         if x is None:
@@ -110,17 +111,17 @@ class Transformer(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The head's logits of normed hidden states."""
         tables = self.head if self.embedding is None else self.embedding.get_submodule("tokens")
-        tied = tables.weight  # gathered, it is no parameter
+        tied = tables.weight  # a gathered table is no parameter
         logits: Tensor = self.head(x, tied)
         return logits
 
     def rotary(self, batch: Delivered, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """The table of rotary positions of a micro-batch; None without them."""
+        """The table of rotary positions of a micro-batch; None if there are none."""
         rotary = self.case.positions == "rope"
         return rotary_table(batch.positions, self.case.rotated_dim, dtype) if rotary else None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of forward and of its repetition in backward."""
+        """The contexts of forward and of its repetition in backward."""
         forward, repeated = self.dropout.contexts()
         return forward, self._computing_again(repeated)
 
@@ -141,7 +142,7 @@ class Transformer(nn.Module):
         draw: Draw,
         x: Tensor,
     ) -> Tensor:
-        """Hidden states behind these layers."""
+        """Hidden states after these layers."""
         for layer in layers:
             x = self.layers[str(layer)](x, table, hidden_B1SS, draw)
         return x
@@ -154,7 +155,7 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, devic
         feature = replaced.get(leaf)
         return parts.branches[feature](f"{name}.{leaf}", dropout) if feature else plain()
 
-    # Attention first: `parallel.layers.prefetch` takes the order of building as forward order.
+    # Attention first: `parallel.layers.prefetch` takes the order of construction for the order of forward.
     attention = branch("attention", lambda: _attention(case, strategy, parts, dropout, device, name))
     mlp = branch(
         "mlp", lambda: Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
@@ -185,7 +186,7 @@ def _attention(
 
 
 def _tables(parts: Parts) -> nn.Module:
-    """The token table for a tied head, where no embedding runs."""
+    """The token table for a tied head on a stage that runs no embedding."""
     held = nn.Module()
     held.tokens = parts.embedding().get_submodule("tokens")
     return held

@@ -96,7 +96,7 @@ def _ranges_of_module(case: Case, module: str) -> RowRanges:
 
 
 def _inner(case: Case) -> tuple[int, ...]:
-    """The MLP's inner features of every rank: by the name that the linear has in this family."""
+    """The MLP's inner features of every rank, under the name of its linear in this family."""
     name = "fc1" if case.family == "opt" else "mlp.up_proj"
     return shard_sizes(case.ffn, case.tp, kv_heads=case.kv_heads, name=name)
 
@@ -159,7 +159,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
 
 
 class _Head(nn.Module):
-    """Fields of both heads: this rank's weight, none where the head is tied; the parts of all ranks."""
+    """The fields of both heads: this rank's weight, None if the head is tied; and the parts of all ranks."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ _SUMMED, _GATHERED = 'head == "sum"', 'head == "gather" and not tied'
 
 
 def _widest(case: Case) -> Iterator[CallPlace]:
-    """The head, with the most rows of the vocabulary that a rank holds."""
+    """The head; `most` is the largest number of vocabulary rows that a rank holds."""
     yield CallPlace(module="head", values={"widest": max(widths(head_held(case)))})
 
 

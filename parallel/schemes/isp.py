@@ -47,7 +47,9 @@ _TABLES = ("embedding.tokens", "head")
 
 
 def placements(case: Case) -> dict[str, Placement]:
-    """The placement of every parameter on the axis wp: linears by plain rows, since no rank uses a part of one."""
+    """The placement of every parameter on the axis wp. Linears are cut into plain rows, since every rank gathers them
+    whole.
+    """
     return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
 
 
@@ -66,10 +68,7 @@ def _is_split(module: str) -> bool:
 
 
 def activation(case: Case, module: str) -> Placement | None:
-    """The placement of a module's output [rows of a data rank, seq, width]; None for a module unknown here.
-
-    Everything is split along the sequence over tp, but the logits that were exchanged or gathered.
-    """
+    """Import a module from here: in a copy of this package with a planted bug, the copy's own module."""
     rows, length = case.rows, case.row_tokens
     split = Cut(axis="tp", dim=_SEQUENCE)
     if module == "head":
@@ -85,7 +84,7 @@ def activation(case: Case, module: str) -> Placement | None:
 
 
 def _width(case: Case, module: str) -> int | None:
-    """Features of an output, all heads together."""
+    """The features of an output, those of all heads together."""
     leaf = module.rpartition(".")[2]
     if is_column(module) or is_row(module):
         return shapes(case)[f"{module}.weight"][0]
@@ -98,7 +97,7 @@ def _width(case: Case, module: str) -> int | None:
 
 
 def is_partial(case: Case, name: str) -> bool:
-    """Every rank sees tokens of its own, so the gradient of whatever is whole is a partial sum everywhere."""
+    """Every rank sees tokens of its own, so the gradient of whatever is whole is a partial sum on every rank."""
     return not _is_split(name.rpartition(".")[0])
 
 
@@ -169,9 +168,10 @@ def _loss(case: Case, sequence: Axis, rank: int, logits: Tensor, labels_BS: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gather:
-    """A gather of block weights: its elements, the linear that owns them, the linears that start it in either pass.
+    """A gather of block weights: its elements, the linear that owns them, and the linears that start it in forward and
+    backward.
 
-    `ahead`: whether a product lies between issue and use, forward and backward. `again`: its block is recomputed.
+    `ahead`: whether a product lies between issue and use, in forward and backward. `again`: its block is recomputed.
     """
 
     elements: int
@@ -182,7 +182,7 @@ class _Gather:
 
 
 def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Iterator[_Gather]:
-    """The gathers of these consecutive layers, all of a stage's: each stage begins and ends as a whole model does."""
+    """The gathers of these consecutive layers, all of one stage: every stage begins and ends as a whole model does."""
     blocks = {layer: [linear for linear in linears(case) if linear.startswith(f"layers.{layer}.")] for layer in layers}
     order, first, last, recomputed = (
         [*itertools.chain(*blocks.values())],
@@ -219,7 +219,9 @@ def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Itera
 
 
 def _weights(case: Case, start: int | None = None) -> Iterator[CallPlace]:
-    """Weights of blocks: at the linears that start their gathers, forward (0) or backward (1), or at their own."""
+    """The calls for weights of blocks, in the linears that start them in forward (0) or backward (1), or in their own
+    linears.
+    """
     full = shapes(case)
     for stage in stages(case):
         for one in _gathers(case, stage.layers, full):

@@ -45,7 +45,7 @@ _LEARNED, _ROTARY = (f'{_PARTIAL} and positions == "{positions}"' for positions 
 
 
 def _row(where: str | Places, phase: str, op: str, why: str, **formulas: Any) -> CallRow:
-    """A row of one whole activation."""
+    """A row of the calls of one whole activation."""
     return CallRow(where, phase, op, ACTIVATION, why, **formulas)
 
 
@@ -117,7 +117,7 @@ def _blocks(case: Case, module: str) -> tuple[int, ...]:
 
 
 def _unit(case: Case, module: str) -> int:
-    """Features that one kv group takes in a linear of attention: no cut may fall inside a group."""
+    """The features that one kv group has in a linear of attention: no cut may fall inside a group."""
     group, key, value = case.heads // case.kv_heads, case.head_dim, case.value_dim
     units = {
         "wqkv": (group + 1) * key + value,

@@ -49,7 +49,7 @@ def check(sliced: Sliced, files: Sequence[str]) -> Checked:
     with ExitStack() as stack:
         tensors = _open_files(files, stack)
         known: set[str] = set()
-        # Longer names first: the last norm's name may end like that of a norm in a layer.
+        # Longer names first: the last norm's name may end as that of a layer's norm does.
         for one in sorted(made, key=lambda one: -len(one.sources[0])):
             found = list(_prefixes(one, [name for name in tensors if name not in known]))
             times[one.name] = len(found)
@@ -60,7 +60,7 @@ def check(sliced: Sliced, files: Sequence[str]) -> Checked:
                 parts = [shard(whole, one.place, at) for at in meshgrid({"tp": sliced.tp})]
                 try:
                     exact = same_bits(inverse(parts, one.place), whole)
-                except CaseError:  # parts of ours that disagree
+                except CaseError:  # our own parts disagree
                     exact = False
                 wrong += [] if exact else [prefix + one.name]
         left_out = sorted(set(tensors) - known)
@@ -116,7 +116,7 @@ def _open_files(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
 
 
 def _prefixes(one: Slice, tensors: Sequence[str]) -> Iterator[str]:
-    """Prefixes of the names of a slice's sources, one for each layer that has them."""
+    """The prefixes of the names of a slice's sources, one for each layer that has the slice."""
     names = ((name, source) for source in one.sources for name in tensors)
     found = (name.removesuffix(source) for name, source in names if f".{name}".endswith(f".{source}"))
     for prefix in dict.fromkeys(found):
@@ -128,7 +128,7 @@ def _prefixes(one: Slice, tensors: Sequence[str]) -> Iterator[str]:
 
 
 def _assemble(one: Slice, names: list[str], sources: list[Tensor]) -> Tensor:
-    """The tensor of a slice from its sources, end to end, transposed where it is."""
+    """The tensor of a slice: its sources end to end, transposed if the slice is."""
     whole = sources[0] if len(sources) == 1 else torch.cat(sources)
     whole = whole.t().contiguous() if one.transposed and whole.dim() == 2 else whole
     if tuple(whole.shape) != one.place.shape:

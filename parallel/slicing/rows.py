@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from shardproof.reference.errors import CaseError
 
 Ranges = tuple[range, ...]
-"""Elements of one rank, in the order in which it holds them."""
+"""The elements that one rank holds, in the order in which they lie."""
 RowRanges = tuple[Ranges, ...]
 """Elements of every rank, by rank."""
 _MLP = frozenset({"mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -42,7 +42,7 @@ _HEADS = frozenset({"lm_head", "embed_out"})
 
 
 def even_shares(total: int, ranks: int) -> tuple[int, ...]:
-    """`total` things over `ranks`, the first ones one more each: (3, 3, 2, 2) for 10 over 4."""
+    """`total` things divided over `ranks` ranks, one more for each of the first ones: (3, 3, 2, 2) for 10 over 4."""
     return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
 
 
@@ -63,7 +63,7 @@ def shard_sizes(
 
 
 def nonempty(sizes: tuple[int, ...], key: str, value: int) -> tuple[int, ...]:
-    """Return the sizes. Raises CaseError, about the word `key=value`, when a rank would hold nothing."""
+    """The sizes themselves. Raises CaseError, about the word `key=value`, when a rank would hold nothing."""
     if 0 in sizes:
         rank = sizes.index(0)
         rule = f"leaves rank {rank} of {len(sizes)} with nothing"
@@ -72,7 +72,7 @@ def nonempty(sizes: tuple[int, ...], key: str, value: int) -> tuple[int, ...]:
 
 
 def consecutive(sizes: Sequence[int], *, first: int = 0) -> RowRanges:
-    """Rank i holds the next sizes[i] elements, the first rank from element `first` on."""
+    """Rank i holds the next sizes[i] elements; the first rank begins at element `first`."""
     found: list[Ranges] = []
     for size in sizes:
         found.append(merge_ranges([range(first, first + size)]))
@@ -81,7 +81,7 @@ def consecutive(sizes: Sequence[int], *, first: int = 0) -> RowRanges:
 
 
 def concat(*parts: RowRanges) -> RowRanges:
-    """The rows of every rank when these parts lie one behind the other."""
+    """The rows of every rank when these parts follow each other."""
     return tuple(merge_ranges(part for ranges in own for part in ranges) for own in zip(*parts, strict=True))
 
 
@@ -107,7 +107,7 @@ def widths(held: RowRanges) -> tuple[int, ...]:
 
 
 def count_holders(held: RowRanges, length: int) -> list[int]:
-    """For each of `length` elements, how many times it is held, over all ranks."""
+    """For each of `length` elements, on how many ranks it lies."""
     times = [0] * length
     for ranges in held:
         for part in ranges:
@@ -117,7 +117,7 @@ def count_holders(held: RowRanges, length: int) -> list[int]:
 
 
 SPARE = ("refuse", "empty", "replicate")
-"""Choices for ranks for which no kv head is left."""
+"""What to do with ranks for which no kv head is left."""
 CODEGEN_BLOCKS = 4
 """Blocks of CodeGen's fused weight, fixed in the model's code."""
 Row = tuple[str, int]
@@ -159,7 +159,7 @@ class HeadShare:
 
 
 def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[HeadShare, ...]:
-    """The heads of every rank: kv heads in turn, the first ranks one more, each with its query heads.
+    """The heads of every rank: the kv heads in order, each with its query heads; the first ranks have one kv head more.
 
     Raises CaseError for fewer kv heads than ranks unless `spare` says otherwise.
     """
@@ -191,17 +191,19 @@ def _copy_kv_heads(heads: Heads, ranks: int) -> tuple[HeadShare, ...]:
 
 
 def query_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> RowRanges:
-    """Rows of a query projection of its own; also the columns of the output projection."""
+    """Rows of a separate query projection; also the columns of the output projection."""
     return in_units(tuple(merge_ranges([share.query]) for share in shares(heads, ranks, spare=spare)), heads.size)
 
 
 def kv_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> RowRanges:
-    """Rows of a key or value projection of its own."""
+    """Rows of a separate key or value projection."""
     return in_units(tuple(merge_ranges([share.kv]) for share in shares(heads, ranks, spare=spare)), heads.size)
 
 
 def fused_rows(heads: Heads, ranks: int, order: str, *, spare: str = "refuse") -> RowRanges:
-    """Rows of a fused query/key/value weight of this order. Raises CaseError when a rank's part is no such weight."""
+    """Rows of a fused query/key/value weight of this order. Raises CaseError when a rank's part is
+    not such a weight.
+    """
     if order not in ORDERS:
         raise CaseError("order", order, "is not a known order of a fused weight", "|".join(ORDERS))
     place = {row: number for number, row in enumerate(ORDERS[order](heads.query, heads.kv))}
@@ -236,7 +238,7 @@ def _codegen(query: int, kv: int) -> list[Row]:
 
 
 ORDERS: dict[str, Callable[[int, int], list[Row]]] = {"blocks": _blocks, "groups": _groups, "codegen": _codegen}
-"""Order -> the rows of a weight, one entry a head, from its numbers of query and kv heads."""
+"""Order -> the rows of a weight, one entry for each head, from its numbers of query and kv heads."""
 
 
 def shared_qk_rows(heads: Heads, ranks: int) -> RowRanges:

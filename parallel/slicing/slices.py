@@ -34,7 +34,9 @@ Shape = tuple[int, ...]
 
 
 def equal_pieces(shape: Shape, dim: int, parts: Sequence[int], ranks: int) -> Placement:
-    """Equal shares of every part, end to end along a dim, on each rank. Raises CaseError where one has a remainder."""
+    """Equal shares of every part along a dim on each rank, end to end. Raises CaseError for a part that does not
+    divide.
+    """
     if ranks == 1:
         return Placement(shape=shape)
     if any(length % ranks for length in parts):
@@ -113,7 +115,7 @@ def _shape(sliced: Sliced, role: str) -> Shape:
 
 
 def _rows_of_linear(sliced: Sliced, linear: Linear) -> tuple[RowRanges, str]:
-    """Rows of a linear on every rank (columns for out and down), and the rule in words."""
+    """The rows of a linear on every rank (columns for out and down), and the rule in words."""
     heads, tp, spare = sliced.attention, sliced.tp, sliced.spare
     shared = any(other.role == "value" for other in sliced.architecture.linears)
     match linear.role:
@@ -136,7 +138,7 @@ def _rows_of_linear(sliced: Sliced, linear: Linear) -> tuple[RowRanges, str]:
 
 
 def _copied_kv_rows(sliced: Sliced, role: str) -> int:
-    """Rows of kv heads that more than one rank holds."""
+    """The rows of kv heads that lie on more than one rank."""
     times = {"k": 1, "v": 1, "qkv": 2}.get(role, 0)
     missing = sliced.tp - sliced.kv_heads if sliced.spare == "replicate" else 0
     return times * max(missing, 0) * sliced.head_dim

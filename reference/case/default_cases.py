@@ -29,7 +29,7 @@ NUMBERS: Mapping[str, int | float] = {
     "lr": 0.1,
     "seed": 1,
 }
-"""Sizes that the lines leave out. No size is another one, and each has an odd part on 4 ranks."""
+"""Sizes that the lines leave out. They all differ, and each has an odd part on 4 ranks."""
 FIXED: Mapping[str, str] = {
     "data": "is the option --data",
     "load": "names a folder: a recipe",
@@ -38,9 +38,9 @@ FIXED: Mapping[str, str] = {
     "steps": "1, but for cases that hold every value in two steps",
     **{word: "a size of all cases" for word in NUMBERS},
 }
-"""Words of which no pairs are wanted, and why."""
+"""Words whose pairs are not wanted, and why."""
 CHECKPOINT = "CHECKPOINT"
-"""Stands for a folder in the lines: some save into folders in it, and those behind them load from there."""
+"""Stands for a folder in the lines: some cases save into it, and those after them load from there."""
 Refuses = Callable[[Case], str]
 Level = tuple[str, Any]
 
@@ -53,7 +53,7 @@ def paired_domains() -> dict[str, tuple[Any, ...]]:
 
 @lru_cache(maxsize=1)
 def lines() -> Mapping[str, tuple[Case, ...]]:
-    """The stored cases of every section: recipes, pairs. A line has the words that are not those of NUMBERS."""
+    """The stored cases of every section: recipes, pairs. A line has the words that differ from NUMBERS."""
     found: dict[str, list[Case]] = {}
     for line in FILE.read_text(encoding="utf-8").splitlines():
         text = line.partition("#")[0].strip()
@@ -65,7 +65,7 @@ def lines() -> Mapping[str, tuple[Case, ...]]:
 
 
 def line_of(case: Case) -> str:
-    """The line of a case: its words that are not those of NUMBERS."""
+    """The line of a case: its words that differ from NUMBERS."""
     own = [word for word in str(case).split() if word.partition("=")[0] not in NUMBERS]
     return " ".join(
         [*own, *(f"{word}={write(value)}" for word in NUMBERS if (value := getattr(case, word)) != NUMBERS[word])]
@@ -73,7 +73,7 @@ def line_of(case: Case) -> str:
 
 
 def plain_cases(mode: str) -> tuple[Case, ...]:
-    """Cases of a mode on 2 and 4 ranks with no word that an implementation must have been written for."""
+    """Cases of a mode on 2 and 4 ranks without words that few implementations know."""
     case = _plain(mode)[0]
     return case, case.but(dp=2), case.but(tp=4, kv_heads=4)
 
@@ -86,13 +86,13 @@ def _plain(mode: str) -> list[Case]:
 def default_cases(
     modes: Sequence[str] = tuple(MODES), refuses: Refuses = lambda case: "", *, deep: bool = False, checkpoint: str = ""
 ) -> tuple[Case, ...]:
-    """The default cases of these modes: a plain one of each, recipes, and those that hold every pair.
+    """The default cases of these modes: a plain one of each, recipes, and those that have every pair.
 
-    `refuses` is a subject's reason against a case, "" for none: the stored cases are changed until it takes them.
-    The next one of the stored holds the most pairs that none before it has, so that a failure is met early.
-    `deep`: every stored case in every one of the modes, with two layers and two steps or more. `checkpoint` is the
-    folder of the recipes that save and load. Without one, or where a case of a checkpoint is refused, those that begin
-    with no checkpoint save none, and the others are left out.
+    `refuses` is a subject's reason against a case, or "": the stored cases are changed until it takes them. Each stored
+    case comes before those with fewer new pairs, so that a failure is found early. `deep`: every stored case in every
+    mode, with at least two layers and two steps. `checkpoint` is the folder of the recipes that save and load. Without
+    one, or if one of these cases is refused, the cases that would save are run without that, and those that would load
+    are left out.
     """
     plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
     stored = [case for section in lines().values() for case in section if not case.save and not case.load]
@@ -120,7 +120,9 @@ def default_cases(
 
 
 def _checkpoints() -> list[list[Case]]:
-    """The recipes of every checkpoint: one that saves it, and those behind it that load what the one before saved."""
+    """The recipes of every checkpoint: one that saves it, and those after it, each of which loads what the one before
+    saved.
+    """
     found: list[list[Case]] = []
     for case in lines()["recipes"]:
         if case.load:
@@ -131,7 +133,7 @@ def _checkpoints() -> list[list[Case]]:
 
 
 def _modes_of(cases: Sequence[Case], modes: Sequence[str]) -> Iterator[str]:
-    """The mode of every case: its own, or one of the others in turn."""
+    """The mode of every case: its own, or else the modes in turn."""
     others = cycle(modes)
     return (case.mode if case.mode in modes else next(others) for case in cases)
 
@@ -154,7 +156,7 @@ class _Changes:
         }
 
     def _problem(self, words: Words) -> Problem:
-        """The rule that a case breaks, or the reason against it."""
+        """The rule that a case breaks, or the subject's reason against it."""
 
         def reason(case: Case) -> str:
             if case.mode not in self._modes or not 2 <= case.world_size <= RANKS:
@@ -169,7 +171,7 @@ class _Changes:
         return bool(legal and self._refuses(Case(**legal)))
 
     def make(self, case: Case, fixed: Words) -> Case | None:
-        """The case with these words, and with others changed until it is taken; None where that is not found."""
+        """The case with these words, and with others changed until it is taken; None if no such case is found."""
         words = {**words_of(case), **self._sizes}
         found = repair_words(words, fixed, self._domains, self._problem)
         if not found:
@@ -179,12 +181,12 @@ class _Changes:
 
 
 def _cover_pairs(cases: Iterable[Case]) -> list[Case]:
-    """A few of these cases with all pairs of values that they have together, chosen greedily by pairs per rank."""
+    """A few of these cases with all the pairs of values that they have together, chosen greedily by pairs per rank."""
     return [case for case, more in _in_order(cases, lambda case: 2 + case.world_size) if more]
 
 
 def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case: 1) -> Iterator[tuple[Case, int]]:
-    """These cases in greedy order, the most new pairs for the price first, each with the number of its new pairs."""
+    """These cases in greedy order, the most new pairs for the cost first, each with the number of its new pairs."""
     varied, ordered = paired_domains(), list(dict.fromkeys(cases))
     numbers: dict[Level, int] = {}
     levels = [
@@ -207,7 +209,7 @@ def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case:
 
     left = [(-more(place) / price(case), place) for place, case in enumerate(ordered)]
     heapify(left)
-    while left:  # what a case has more than those before only shrinks: only the first one is counted again
+    while left:  # the number of new pairs of a case only shrinks, so only the first one is counted again
         _, place = heappop(left)
         now = more(place)
         if left and now / price(ordered[place]) < -left[0][0]:

@@ -15,7 +15,7 @@ from shardproof.reference.language.words import Field, legal_values, write
 
 
 def domains() -> dict[str, tuple[Any, ...]]:
-    """Every word that has several values, or names a file, with its values, the plainest first."""
+    """Every word with several values, or naming a file, with its values, the plainest first."""
     found = {word: _values(field) for word, field in WORDS.items()}
     return {word: values for word, values in found.items() if values}
 
@@ -34,12 +34,12 @@ Words = dict[str, Any]
 """Word -> its value, of a whole case."""
 Problem = CaseError | str
 _REPAIRS = 8
-"""How many words may be changed before a case is given up."""
+"""The most words that are changed before a case is given up."""
 _SIZES = frozenset(
     {"seq", "vocab", "hidden", "layers", "kv_heads", "experts", "expert_ffn", "shared_ffn", "kept_groups"}
     | {"kv_lora_rank", "q_lora_rank"}
 )
-"""Words that take any number that a rule proposes; others take those of their domain."""
+"""Words that take any number that a rule proposes; others take values of their domain alone."""
 
 
 def words_of(case: Case) -> Words:
@@ -65,8 +65,8 @@ def repair_words(
 ) -> Words | None:
     """The words of a taken case with those of `fixed`, and others of `words` changed as broken rules propose.
 
-    `search`: where a rule proposes nothing, the first change of one word that makes the case legal. `problem_in` is
-    what makes a case illegal, "" for nothing. None when no such case is found.
+    `search`: if a rule proposes nothing, take the first change of one word that makes the case legal. `problem_in` says
+    what makes a case illegal, or "". None if no such case is found.
     """
     changed = {**words, **fixed}
     for _ in range(_REPAIRS):
@@ -83,7 +83,7 @@ def repair_words(
 
 
 def _legal_values(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[str, Sequence[Any]]) -> Words:
-    """The legal value that a rule names, of its own word or of another; none where that is fixed or cannot be had."""
+    """The legal value that a rule proposes, of its own word or of another; none if that is fixed or impossible."""
     if not isinstance(problem, CaseError):
         return {}
     word, _, legal = problem.legal.rpartition("=")

@@ -21,7 +21,7 @@ _ORDER: Mapping[str, Callable[[float, float], bool]] = {"<": operator.lt, ">": o
 
 
 def find_broken_word(condition: str, value: Callable[[str], object]) -> str:
-    """The first word of a condition that does not hold, "" when all do; `value` gives that of a key.
+    """The first word of a condition that does not hold, "" if all do; `value` gives that of a key.
 
     Raises ValueError for a word that cannot be read.
     """
@@ -66,7 +66,7 @@ _DERIVED: dict[str, tuple[str, Callable[[Mapping[str, Any]], int]]] = {
 
 
 def lack(values: Mapping[str, Any]) -> str:
-    """Words that a case of these values lacks to show its variant, "" when none."""
+    """Words that a case with these values lacks to show its variant, or ""."""
     variant = VARIANTS[values["variant"]]
     if values["mode"] not in variant.modes:
         return f"is a deviation of mode={'|'.join(variant.modes)}, not of mode={values['mode']}"
@@ -80,7 +80,7 @@ def lack(values: Mapping[str, Any]) -> str:
 
 
 def words(name: str) -> dict[str, int | float | bool | str]:
-    """The words that make a case of a mode that has this variant show it. Raises ValueError for an unknown name."""
+    """The words with which a case of this variant shows it in a mode. Raises ValueError for an unknown name."""
     if name not in VARIANTS:
         raise ValueError(f"variant={name}: is not a known variant; legal: {' '.join(VARIANTS)}")
     return {**VARIANTS[name].suite, "variant": name}

@@ -56,7 +56,7 @@ from shardproof.reference.errors import CaseError
 
 
 class LayoutError(ValueError):
-    """A folder that does not hold the tensors of one model: says what it holds, and what is legal."""
+    """A folder that does not hold the tensors of one model. Says what it holds, and what is legal."""
 
     def __init__(self, rule: str, legal: str = "the tensors of one model") -> None:
         super().__init__(rule)
@@ -107,7 +107,7 @@ def fuse(tensors: Mapping[str, Tensor], kv_heads: int, *, qkv: bool, mlp: bool) 
 
 
 def kv_heads_of(tensors: Mapping[str, Tensor]) -> int:
-    """The key and value heads, where a norm of keys says how wide one is; 0 elsewhere."""
+    """The number of key and value heads, if a norm of keys shows how wide one is; else 0."""
     for name, norm in tensors.items():
         layer, _, last = name.rpartition(".k_norm.")
         if layer and last == "weight" and _rows(norm):
@@ -186,7 +186,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The config in a folder. Raises LayoutError for one that cannot be read, and for a model that is not known."""
+    """The config in a folder. Raises LayoutError for one that cannot be read, and for an unknown model."""
     try:
         config = json.loads((folder / _CONFIG).read_bytes())
         kind = config["model_type"]
@@ -200,7 +200,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """(query heads, key and value heads) of a model. Raises LayoutError for what can be no heads."""
+    """(query heads, key and value heads) of a model. Raises LayoutError for impossible numbers."""
     queries = config.get("num_attention_heads", config.get("n_head"))
     kv_heads = config.get("num_key_value_heads", queries)
     if type(queries) is int and type(kv_heads) is int and min(queries, kv_heads) > 0 and queries % kv_heads == 0:
@@ -244,7 +244,7 @@ def read_hugging_face(folder: Path, config: Mapping[str, Any]) -> dict[str, Tens
 
 
 def _check_heads(config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
-    """Raise LayoutError where queries, keys and values are not of the heads that the config says."""
+    """Raise LayoutError unless queries, keys and values have the heads that the config states."""
     queries, kv_heads = heads_of(config)
     counts = {"wq": queries, "wk": kv_heads, "wv": kv_heads}
     for name, tensor in parts.items():
@@ -267,7 +267,7 @@ def _read_files(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             yield from library.load_file(file).items()
-        except Exception as problem:  # torn files raise errors of the library's own
+        except Exception as problem:  # torn files raise errors of the library
             rule = f"has a file that cannot be read, {file.name} ({type(problem).__name__}: {problem})"
             raise LayoutError(rule, "every file as save_pretrained wrote it") from problem
 
@@ -299,7 +299,7 @@ def is_megatron(folder: Path) -> bool:
 def read_megatron(folder: Path, *, vocab: int) -> dict[str, Tensor]:
     """Its parameters in full by their names in the dense model, the vocabulary cut to these rows (0: with its padding).
 
-    Raises LayoutError for a tensor that the dense model does not have, or that is not whole; CaseError for files that
+    Raises LayoutError for a tensor that the dense model does not have, or that is incomplete; CaseError for files that
     torch cannot read.
     """
     stored = {key: tensor for key, tensor in read_tensors(str(folder)).items() if not key.startswith(_OTHERS)}
@@ -317,7 +317,7 @@ def read_megatron(folder: Path, *, vocab: int) -> dict[str, Tensor]:
 
 
 def _dense_name(key: str, *, gated: bool) -> tuple[str, str]:
-    """(the name in the dense model, its layer as "#"; the number of the layer, "" where the tensor holds all of them).
+    """(the name in the dense model, its layer as "#"; the number of the layer, "" if the tensor holds all of them).
 
     Raises LayoutError for a tensor that the dense model does not have.
     """
@@ -334,7 +334,7 @@ def _dense_name(key: str, *, gated: bool) -> tuple[str, str]:
 
 
 def _is_gated(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the first linear of the MLP holds a gate too: it is twice as wide as the second one then."""
+    """Whether the first linear of the MLP holds a gate too, so that it is twice as wide as the second one."""
     widths = {re.sub(r"\.\d+", "", key): [*tensor.shape] for key, tensor in tensors.items()}
     first, second = (widths.get(f"decoder.layers.mlp.{name}.weight", [0]) for name in ("linear_fc1", "linear_fc2"))
     return len(first) > 1 and first[-2] == 2 * second[-1] > 0
@@ -361,8 +361,8 @@ def is_foreign(folder: Path) -> bool:
 def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
     """Every parameter of another system's folder in full, by its name in the dense model.
 
-    Raises CaseError for a model that is unknown or has other key and value heads, and for tensors that do not fit one
-    another. So do files that cannot be read, and heads that are needed and stated nowhere.
+    Raises CaseError for an unknown model, for other key and value heads or none that are stated although they are
+    needed, for tensors that do not fit one another, and for files that cannot be read.
     """
     try:
         if is_megatron(folder):
@@ -382,7 +382,7 @@ def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
 
 
 def _kv_heads(stated: int, wanted: int) -> int:
-    """The key and value heads that a folder says, or those of the form where it does not."""
+    """The key and value heads that a folder states, else those of the form."""
     if 0 not in (stated, wanted) and stated != wanted:
         raise LayoutError(f"has {stated} key and value heads, not {wanted}", f"kv_heads={stated}")
     return stated or wanted
@@ -391,7 +391,7 @@ def _kv_heads(stated: int, wanted: int) -> int:
 def stored_tensors(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, not to be written to.
 
-    Raises CaseError as `read_tensors`.
+    Raises CaseError as `read_tensors` does.
     """
     folder = Path(case.load)
     if not is_foreign(folder):

@@ -1,11 +1,11 @@
 """A folder of torch's format (torch.distributed.checkpoint): its metadata, and its tensors in full.
 
 `read_tensors` has torch read each tensor with `weights_only=True`. Elements that no chunk of the folder holds are NaN
-where they are numbers. `.metadata` is read by us as data: nothing in it is called.
+in floating-point tensors. `.metadata` is parsed by us as data: nothing in it is called.
 
-The file is a pickle, so that reading it as torch does runs what it holds. Here its names, objects and their fields are
-parsed, and each is refused that is not of a checkpoint. The metadata is then made anew of fields that were checked.
-Every file that it names lies in its folder. Format: torch 2.0 to 2.15, `FileSystemWriter.finish`.
+The file is a pickle, so reading it as torch does would run what it holds. Here its names, objects and their fields are
+parsed, and any that does not belong to a checkpoint is refused. Then the metadata is built anew from the checked
+fields. Every file that it names lies in its folder. Format: torch 2.0 to 2.15, `FileSystemWriter.finish`.
 """
 
 import importlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 MOST_BYTES = 2**30
-"""A larger file is refused: its objects would take tens of gigabytes."""
+"""A larger file is refused, since its objects would take tens of gigabytes."""
 _KINDS = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata "  # until torch 2.2; with the blank it is a word of the format
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"  # the format's word for where a chunk lies
@@ -49,25 +49,25 @@ _OPCODES = (
     *("TUPLE", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT"),
     *("LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
 )
-"""Opcodes that write such a file; sets, bytes, persistent ids and registered extensions are none of its."""
+"""Opcodes of such a file; it has no sets, bytes, persistent ids or registered extensions."""
 
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """An object of the file, and no more than that: a name, what follows it, its fields. Equal to itself alone."""
+    """An object of the file as data: a name, its arguments, its fields. Equal to itself alone."""
 
     name: str
     made_of: Any = ()
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-class _Parser(pickle._Unpickler):  # in Python: the one in C takes any number of gigabytes for an index that a file says
-    """Parses a pickle: an `_Object` stands for each name, and for each object that would be made of it."""
+class _Parser(pickle._Unpickler):  # in Python: the unpickler in C takes memory for any index that a file states
+    """Parses a pickle: an `_Object` stands for each name, and for each object that the pickle would make of it."""
 
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        """The dtype of this name, or an object that has no more than the name. Raises for any other name."""
+        """The dtype of this name, or an object that has only the name. Raises for any other name."""
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if f"{module} {name}" not in _NAMES:
@@ -75,7 +75,7 @@ class _Parser(pickle._Unpickler):  # in Python: the one in C takes any number of
         return _Object(f"{module} {name}")
 
     def _make(self) -> None:
-        """For opcodes that call: the name with its arguments, nothing is called."""
+        """For opcodes that would call: the name with its arguments, and nothing is called."""
         made_of, called = self.stack.pop(), self.stack.pop()
         self.stack.append(_Object(_object(called).name, made_of))
 
@@ -93,7 +93,7 @@ class _Parser(pickle._Unpickler):  # in Python: the one in C takes any number of
         self._into(items)
 
     def _into(self, items: list[Any]) -> None:
-        """Fill a dict: its keys are texts, numbers and objects, as to hash tuples of tuples may have no end."""
+        """Fill a dict. Keys must be texts, numbers or objects, since hashing nested tuples may never end."""
         if not isinstance(self.stack[-1], dict) or any(not isinstance(key, str | int | _Object) for key in items[::2]):
             raise pickle.UnpicklingError("it fills other than a dict whose keys are texts, numbers or places")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
@@ -108,7 +108,7 @@ class _Parser(pickle._Unpickler):  # in Python: the one in C takes any number of
 def read_metadata(folder: Path, name: str = METADATA) -> "Metadata":
     """The metadata in the file of this name of a checkpoint, without what its planner left in it.
 
-    Raises OSError where the file cannot be read, and pickle.UnpicklingError for what is no metadata of a checkpoint.
+    Raises OSError if the file cannot be read, and pickle.UnpicklingError if it is not the metadata of a checkpoint.
     """
     file = folder / name
     if not file.is_file() or file.stat().st_size > MOST_BYTES:
@@ -117,7 +117,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> "Metadata":
         parsed = _Parser(io.BytesIO(file.read_bytes())).load()
     except pickle.UnpicklingError:
         raise
-    except Exception as problem:  # torn files raise anything, and an opcode that is not of a checkpoint KeyError
+    except Exception as problem:  # torn files raise anything, and a foreign opcode KeyError
         raise pickle.UnpicklingError(f"it is torn, or no checkpoint's ({type(problem).__name__})") from problem
     return _metadata(parsed, folder)
 
@@ -143,7 +143,7 @@ def _metadata(parsed: Any, folder: Path) -> "Metadata":
 
 
 def _entry(key: str, parsed: Any, kinds: Any) -> Any:
-    """The metadata of a tensor, or of anything else that was saved."""
+    """The metadata of a tensor, or of another saved value."""
     if _need(parsed, _Object, key).name == f"{_KINDS} BytesStorageMetadata":
         return kinds.BytesStorageMetadata()
     fields = _fields(parsed, f"{_KINDS} TensorStorageMetadata")
@@ -180,7 +180,7 @@ def _places(parsed: Mapping[Any, Any], kinds: Any) -> dict[Any, Any]:
 
 
 def _fields(value: Any, *names: str) -> dict[str, Any]:
-    """The fields of an object that must have one of these names."""
+    """The fields of an object, which must have one of these names."""
     if not isinstance(value, _Object) or value.name not in names:
         raise pickle.UnpicklingError(f"it has a {_kind(value)} where a {names[0].split()[1]} must be")
     return value.fields
@@ -218,7 +218,7 @@ def _object(value: Any) -> _Object:
 
 
 def read_tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
-    """Every tensor of a checkpoint by key, to be read only. Raises CaseError of this word when torch cannot read it."""
+    """Every tensor of a checkpoint by key, to be read only. Raises CaseError for this word if torch cannot read it."""
     try:
         state = (Path(folder) / METADATA).stat()
     except OSError as problem:

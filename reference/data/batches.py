@@ -51,7 +51,7 @@ class Rows:
     """Rows of tokens before anything is masked: `tokens`, `labels` and `positions` int64 [B, S]; prompts are negative.
 
     A pack is one row, [1, P]. Its `cu_seqlens` int64 [sub-sequences + 1], from 0 to P, are the borders of
-    sub-sequences, which attend to themselves only. Its positions are those in the sub-sequence.
+    sub-sequences, which attend to themselves only. Positions count within a sub-sequence.
     """
 
     tokens: Tensor
@@ -63,9 +63,9 @@ class Rows:
 def build_pack(sentences: Sequence[Tensor], *, packed_length: int, seq_len: int) -> list[Rows]:
     """All packs of these sentences, filled without a gap; at least one token.
 
-    A sentence that crosses the end of a pack is cut: its last label there is its own next token. The rest begins the
-    next pack as a sub-sequence of its own. A piece above seq_len is cut into sub-sequences of seq_len tokens, its
-    labels running through the cuts. Padding is one more sub-sequence, which may be longer than seq_len. Empty sentences
+    A sentence that crosses the end of a pack is cut, and its last label there is its own next token. The rest begins
+    the next pack as a sub-sequence of its own. A piece longer than seq_len is cut into sub-sequences of seq_len tokens,
+    with labels across the cuts. Padding is one more sub-sequence, which may be longer than seq_len. Empty sentences
     leave no trace.
     """
     tokens = torch.cat(list(sentences))
@@ -81,7 +81,7 @@ def build_pack(sentences: Sequence[Tensor], *, packed_length: int, seq_len: int)
 
 
 def _pack(tokens: Tensor, labels: Tensor, edges: list[int], packed_length: int, seq_len: int) -> Rows:
-    """The pack of the pieces that end at these edges, its padding added."""
+    """The pack of the pieces that end at these edges, with its padding."""
     borders = [0]
     for edge in edges:
         borders += [*range(borders[-1] + seq_len, edge, seq_len), edge]
@@ -99,8 +99,7 @@ def _pack(tokens: Tensor, labels: Tensor, edges: list[int], packed_length: int, 
 def build_unpack(sentences: Sequence[Tensor], *, micro_bsz: int, seq_len: int) -> Rows:
     """The first micro_bsz rows of these sentences, a sentence a row; positions count through the padding.
 
-    A sentence above seq_len goes on in the next row, its labels running through the cut. Empty sentences leave no
-    trace.
+    A sentence longer than seq_len goes on in the next row, with labels across the cut. Empty sentences leave no trace.
     """
     pieces = [
         piece
@@ -131,11 +130,11 @@ def _next_tokens(tokens: Tensor) -> Tensor:
 
 
 _RANGES = 3
-"""Ranges of unread rows that are named; of further ones the number."""
+"""The most ranges of unread rows that are named."""
 _PARTS = (2, 4, 8, 3, 6, 5, 7)
-"""Numbers of shards, the usual ones first: small data hold as many edges as they can, in this order."""
+"""Numbers of shards, the usual ones first: small data get as many edges as fit, in this order."""
 _PADDED_TO = 128
-"""Rows of which a shard of the padded vocabulary is a multiple (Megatron)."""
+"""A shard of the padded vocabulary is a multiple of this many rows (Megatron)."""
 
 
 def own_edges(case: Case) -> tuple[int, ...]:
@@ -166,7 +165,7 @@ def unread_rows(case: Case) -> tuple[str, ...]:
 
 
 def shard_edges(case: Case) -> tuple[int, ...]:
-    """Every id to mix in, each once, the most usual splits first."""
+    """Every id to mix in, without repeats, the most usual splits first."""
     return _usual(case.vocab, case.family == "gpt", own_edges(case))
 
 
@@ -182,7 +181,7 @@ def _usual(vocab: int, is_padded: bool, own: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _edges(vocab: int, size: int) -> list[int]:
-    """First and last id of every shard of `size` rows that holds a real one."""
+    """The first and last real id of every shard of `size` rows that has one."""
     return [edge for first in range(0, vocab, size) for edge in (first, min(first + size, vocab) - 1)]
 
 
@@ -241,7 +240,7 @@ def micro_batch(
 def _make_batch(case: Case, _files: tuple[Source, ...], at: int, number: int, padding: int) -> Batch:
     """Micro-batch `number` of step `at`, on the CPU; not to be written to.
 
-    Every rank and the dense model read it, so that it is made once for these files of the corpus as they are.
+    Every rank and the dense model read it, so it is made once for the current files of the corpus.
     """
     edges = _mixed_in(case, at).get(number)
     window, is_end = _window(case, at, number)
@@ -273,7 +272,7 @@ class _Edges:
 
 @lru_cache(maxsize=64)
 def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
-    """The edge ids of a step and their places, by the number of the micro-batch; empty for data of a user's own."""
+    """The edge ids of a step and their places, by the number of the micro-batch; empty for a user's own data."""
     found: dict[int, _Edges] = {}
     edges = shard_edges(case) if not case.data else ()
     first = (
@@ -285,7 +284,7 @@ def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
             break
         window, is_end = _window(case, step, number)
         places = torch.arange(window.numel(), device="cpu")
-        rows = _rows(case, 1 + places.view_as(window), is_end)  # where each place of the window comes to lie
+        rows = _rows(case, 1 + places.view_as(window), is_end)  # where each place of the window ends up
         free = places[torch.isin(1 + places, rows.tokens.flatten()) & torch.isin(1 + places, rows.labels.flatten())]
         count = min(_most_valid(int((rows.labels >= 0).sum()), _valid_count(case, number)), len(free), len(left))
         if not count:
@@ -312,11 +311,11 @@ def _rows(case: Case, window: Tensor, is_end: Tensor) -> Rows:
         positions = torch.arange(case.seq, device="cpu").repeat(case.batch, 1)
         return Rows(tokens=window[:, :-1], labels=window[:, 1:], positions=positions, cu_seqlens=None)
     text = window[0]
-    # nothing to learn: one sentence then, and at last prompts as text
+    # if nothing would be learned: as one sentence, and finally with prompts as text
     for sentences in (text.tensor_split(is_end[0].nonzero()[:, 0] + 1), (text,), (text.abs(),)):
         if case.packed:
             rows = build_pack(sentences, packed_length=case.tokens, seq_len=case.seq)[0]
-        else:  # T + 1 tokens fill B rows at least, however few sentences they are
+        else:  # T + 1 tokens fill at least B rows, however few sentences they are
             rows = build_unpack(sentences[: case.batch], micro_bsz=case.batch, seq_len=case.seq)
         if int(rows.labels.max()) >= 0:
             break
@@ -324,13 +323,13 @@ def _rows(case: Case, window: Tensor, is_end: Tensor) -> Rows:
 
 
 def _valid_count(case: Case, number: int) -> int:
-    """The number of valid tokens of micro-batch `number` of a step: another one for each, at least 1."""
+    """The number of valid tokens of micro-batch `number` of a step: different for each, at least 1."""
     most = max(1, 3 * (case.tokens - 1) // 4)
     return most - number * max(1, most // (case.micro * case.dp)) % most
 
 
 def _most_valid(learned: int, wanted: int) -> int:
-    """The number of learned tokens that can be valid when `wanted` are wanted: some are masked or lose their labels."""
+    """The number of learned tokens that make `wanted` valid ones possible: some are masked or lose their labels."""
     return min(wanted, max(1, _labels_to_keep(learned) - 1))
 
 
@@ -342,10 +341,11 @@ def _labels_to_keep(learned: int) -> int:
 def _mask_labels(
     labels: Tensor, valid_count: int, counted: Tensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
+    """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or nearly all that can be.
 
-    Of the tokens to learn, those `counted` (places in the flat rows) come first, then a random order that prefers the
-    first rows. In this order the first are valid, the next are masked, and the last, one in eight, lose their labels.
+    Among the tokens to learn, those `counted` (places in the flat rows) come first, then others in a random order that
+    prefers the first rows. In this order the first tokens are valid, the next are masked, and the last, one in eight,
+    lose their labels.
     """
     flat = labels.flatten()
     preference = torch.arange(1, 1 + len(labels), device="cpu")[:, None]

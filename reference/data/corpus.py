@@ -36,7 +36,7 @@ STANDARD_LIBRARY_BYTES = 512 * 2**10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A file of a corpus, and the index of its sentences' beginnings ("" when its format has none).
+    """A file of a corpus, and the index of its sentences' beginnings ("" if its format has none).
 
     `stamps`: time (ns) and size (bytes) of both, which stand for their content.
     """
@@ -69,7 +69,7 @@ def read(files: tuple[Source, ...], vocab: int) -> Tokens:
     """The corpus of these files, shared by all callers: not to be written to.
 
     Ids lie in [0, vocab), negative ones in token files mark prompts. Raises DataError, naming the file, the place in
-    it, the rule and what is legal, when the data cannot be read or hold no token.
+    it, the rule and what is legal, if the data cannot be read or hold no token.
     """
     found = [document for file in files for document in _read_file(file, vocab)]
     kept = [document for document in found if document.numel()]
@@ -86,7 +86,7 @@ def _read_file(file: Source, vocab: int) -> list[Tensor]:
 
 
 def _sources_at(path: Path) -> tuple[Source, ...]:
-    """The sources of a path that a user named: itself, or what the folder holds."""
+    """The sources of a user's path: the file, or those in the folder."""
     if not stat.S_ISDIR(status(path).st_mode):
         return (_source(path),)
     found = tuple(_source(file) for file in _walk(path) if not file.name.startswith(".") and _readable(file))
@@ -160,9 +160,9 @@ class Stream:
     origin: int
 
     def windows(self, first: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Windows number `first` and on, `length` tokens and the next: ids and is_end, [count, length + 1]."""
+        """`count` windows from number `first` on, `length` tokens and the next: ids and is_end, [count, length + 1]."""
         size = len(self.ids)
-        places = size // math.gcd(length, size)  # where windows begin before one repeats
+        places = size // math.gcd(length, size)  # how many windows there are before one repeats
         number = torch.arange(first, first + count, device="cpu")
         start = self.origin + number * length + number // places
         place = (start[:, None] + torch.arange(length + 1, device="cpu")) % size
@@ -170,7 +170,7 @@ class Stream:
 
 
 def stream_of(case: Case) -> Stream:
-    """The stream that this case reads. Raises DataError when the corpus cannot be read."""
+    """The stream that this case reads. Raises DataError if the corpus cannot be read."""
     return _stream(sources(case), case.vocab, case.seq, case.seed)
 
 
@@ -189,7 +189,7 @@ def _stream(files: tuple[Source, ...], vocab: int, seq: int, seed: int) -> Strea
 
 
 def mix_seed(*words: int) -> int:
-    """A 63-bit seed from several numbers; near numbers give far seeds (multiply and fold, as in splitmix64)."""
+    """A 63-bit seed from several numbers; close numbers give distant seeds (multiply and fold, as in splitmix64)."""
     value = 0
     for word in words:
         value = ((value ^ word) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 % 2**64

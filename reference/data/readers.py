@@ -51,9 +51,9 @@ def encode(text: bytes, vocab: int) -> Tensor:
 
 
 def _stride(vocab: int) -> int:
-    """Factor of ids: 1 up to 257 tokens, else the first number from vocab/golden ratio on without a common factor.
+    """The factor of ids: 1 up to 257 tokens, else the first number from vocab/golden ratio on without a common factor.
 
-    The factor puts neighbouring bytes far apart and never two bytes on one id.
+    It puts neighbouring bytes far apart and never two bytes on one id.
     """
     if vocab <= END + 1:
         return 1
@@ -61,7 +61,7 @@ def _stride(vocab: int) -> int:
 
 
 def plain_text(path: Path, vocab: int) -> list[Tensor]:
-    """The one document of a UTF-8 text file. Raises DataError when it is not UTF-8, or too large."""
+    """The document of a UTF-8 text file. Raises DataError if it is not UTF-8, or too large."""
     content = load(path)
     try:
         content.decode("utf-8")
@@ -71,7 +71,9 @@ def plain_text(path: Path, vocab: int) -> list[Tensor]:
 
 
 def json_lines(path: Path, vocab: int) -> list[Tensor]:
-    """Read a document a line, `{"text": str}` or `{"tokens": [int]}`, blank lines none. Raises DataError for others."""
+    """Read a document from each line, `{"text": str}` or `{"tokens": [int]}`; blank lines are skipped. Raises DataError
+    for others.
+    """
     content = load(path)
     count = content.count(b"\n") + 1
     if count > MAX_DOCUMENTS:
@@ -99,12 +101,12 @@ def tokens_of(path: Path, place: str, record: object, vocab: int) -> Tensor:
 
 
 def record_of(path: Path, place: str, line: bytes) -> object:
-    """The JSON value of one line. Raises DataError when it is none."""
+    """The JSON value of one line. Raises DataError for invalid JSON."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(path, place, f"is not UTF-8 at byte {error.start} of the line", "UTF-8 text") from None
-    except (ValueError, RecursionError) as error:  # also a number of 5000 digits, a nesting of 5000 brackets
+    except (ValueError, RecursionError) as error:  # also a number of 5000 digits, or 5000 nested brackets
         raise DataError(path, place, f"is not JSON ({str(error)[:80]})", _LINE) from None
 
 
@@ -125,7 +127,7 @@ def _document(path: Path, place: str, line: bytes, vocab: int) -> Tensor:
 
 
 def _show_number(number: int) -> str:
-    """The number, or its size when it is too long for a message."""
+    """The number, or its size if it is too long for a message."""
     return str(number) if abs(number) < 10**20 else f"a number of {number.bit_length()} bits"
 
 
@@ -143,7 +145,7 @@ _LEGAL_INDEX = "the .idx that Megatron's builder wrote with this .bin"
 def read_internevo(path: Path, vocab: int) -> list[Tensor]:
     """The sentences of `path` (`x.bin`), checked against `x.bin.meta`: int64, one tensor a line.
 
-    Raises DataError when either file is damaged, when they disagree, or when an id is outside the vocabulary.
+    Raises DataError if either file is damaged, if they disagree, or if an id is outside the vocabulary.
     """
     meta = path.with_name(path.name + ".meta")
     rows = _meta_rows(meta)
@@ -194,7 +196,7 @@ def _meta_rows(path: Path) -> list[tuple[int, int]]:
 def read_megatron(path: Path, vocab: int) -> list[Tensor]:
     """The documents of `path` (`x.bin`) as `x.idx` cuts them: int64, every id from 0 to vocab - 1.
 
-    Raises DataError when either file is damaged, when they disagree, or when an id is outside the vocabulary.
+    Raises DataError if either file is damaged, if they disagree, or if an id is outside the vocabulary.
     """
     index = path.with_suffix(".idx")
     dtype, lengths, offsets, borders = _index_tables(index)

@@ -20,10 +20,9 @@ from shardproof.reference.checkpoints.foreign import steps_before
 from shardproof.reference.language.rules import SKEW_PARTS
 
 EQUAL_DIGITS = 9
-"""Decimals to which weights must agree to be equal where experts drop rows.
+"""Where experts drop rows, weights that agree to this many decimals count as equal.
 
-Tokens with the same past (a text that repeats one, the beginnings of rows) have equal weights, which rounding alone
-would put in an order.
+Tokens with the same past (repeated text, beginnings of rows) have equal weights, and rounding must not order them.
 """
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 """Odd multipliers of a hash of 64 bits (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195)."""
@@ -44,7 +43,7 @@ def forced_experts(case: Case, layer: int, tokens: Tensor) -> Tensor:
     match case.routing:
         case "equal":
             places = (tokens * count + first) % case.experts
-            if case.skew:  # as many tokens in a row as there are experts: what is left of the others is equal
+            if case.skew:  # in blocks of `experts` tokens, so that the remaining blocks are equal
                 part = tokens // case.experts % SKEW_PARTS
                 places = torch.where(part < round(case.skew * SKEW_PARTS), 0, places)
             chosen = ((every - every[:, None]) % case.experts < count)[places]
@@ -65,7 +64,7 @@ def forced_experts(case: Case, layer: int, tokens: Tensor) -> Tensor:
 
 
 def period(case: Case) -> int:
-    """After how many tokens the same choices return; 0: never, or not known."""
+    """The number of tokens after which the choices repeat; 0: never, or not known."""
     if case.capacity and case.capacity_of != "rank" and case.drop == "score":
         return 0
     if case.routing == "equal":
@@ -74,7 +73,7 @@ def period(case: Case) -> int:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Other integers for integers."""
+    """A 64-bit hash of each integer."""
     for odd in _ODD:
         x = x * odd
         x = x ^ (x >> 29)

@@ -1,7 +1,7 @@
-"""The dense model as one object: its case language, what it reads of a case, what it computes of one.
+"""The dense model as one object: its case language, what it reads of a case, and what it computes.
 
-The harness proves against this object and sees no other part of `reference` (`harness.dense_model` states its type).
-Words need no torch, so that a wrong one is refused at once: what computes is imported with its first use.
+The harness proves against this object and imports nothing else of `reference` (`harness.dense_model` states its type).
+Words need no torch, so that a wrong one is refused at once; the modules that compute are imported on first use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,19 +37,19 @@ class DenseModel:
         return default_cases(modes, refuses, deep=deep, checkpoint=checkpoint)
 
     def plain_cases(self, mode: str) -> tuple[Case, ...]:
-        """Cases of a mode with no word that an implementation must have been written for."""
+        """Cases of a mode without words that few implementations know."""
         return plain_cases(mode)
 
     def variant_words(self, name: str) -> Mapping[str, Any]:
-        """The words that make a case show a variant. Raises ValueError for an unknown name."""
+        """The words with which a case shows a variant. Raises ValueError for an unknown name."""
         return words(name)
 
     def find_data(self, path: Path) -> None:
-        """Raise ValueError or RuntimeError when there is no file or folder of data there."""
+        """Raise ValueError or RuntimeError if there is no file or folder of data there."""
         status(path)
 
     def __getattr__(self, name: str) -> Any:
-        """What is computed of a case: a function of `computing`, which loads torch."""
+        """A function of `computing`, which loads torch on first use."""
         from shardproof.reference.dense_model import computing  # noqa: PLC0415  (loads torch)
 
         return getattr(computing, name)

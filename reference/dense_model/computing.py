@@ -44,5 +44,5 @@ def read_data(case: Case) -> None:
 
 
 def sizes(case: Case, *, shapes_alone: bool) -> Mapping[str, int]:
-    """Elements of the dense model and its data by what they are; of a micro-batch for ranks without numbers."""
+    """Numbers of elements by what they belong to: of dense training, or of one micro-batch if `shapes_alone`."""
     return first_batch(case) if shapes_alone else sizes_by_part(case)

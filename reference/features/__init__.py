@@ -1,9 +1,9 @@
 """The features of a case, found by name: every file of this folder is one, and no list names them. No torch.
 
 A file has one class, which extends `Core`. The class has its words, each with default, meaning and legal values
-(`reference.language.words.word`), and `problems`. Its changes of the facts of a case (`layout`, `axes`, `data_axis`,
-...) each begin with `super()`. An implementation of a feature has the same name in `parallel` (`parallel.subject`).
-Names of modules are put together by `module_in` and nowhere else.
+(`reference.language.words.word`), and `problems`. Methods that change facts of a case (`layout`, `axes`, `data_axis`,
+...) begin with `super()`. An implementation of a feature has the same name in `parallel` (`parallel.subject`). Names of
+modules are put together by `module_in` and nowhere else.
 """
 
 import pkgutil
@@ -15,12 +15,13 @@ from shardproof.reference.language.core import Core
 from shardproof.reference.language.words import Field, declared_words, word
 
 _UNUSED = {"ep": 30}
-"""Axes that an order of Megatron-Core may name, of one rank where no feature has them, with their places."""
+"""Axes that an order of Megatron-Core may name, with their places. An axis without a feature has one rank."""
 
 
 def module_in(package: str, name: str, import_module: Callable[[str], Any] = import_module) -> Any:
-    """Import the module of this name in a package. Code that may be a copy with a planted bug hands in its own import,
-    which finds modules of the copy.
+    """Import the module of this name in a package.
+
+    Code that may be a copy with a planted bug passes its own import function, which finds modules of the copy.
     """
     return import_module(f"{package}.{name}")
 
@@ -36,7 +37,7 @@ def _find_features() -> dict[str, type[Core]]:
 
 
 def _words(owners: Iterable[type[Core]]) -> dict[str, Field]:
-    """The words of all of these, each behind the one that it names or that is declared before it."""
+    """The words of all of these, each after the one that it names, or that is declared before it."""
     names, fields = list[str](), dict[str, Field]()
     for owner in owners:
         before = ""
@@ -75,7 +76,7 @@ PARTS: dict[str, str] = {
     for key, field in declared_words(owner).items()
     if field.metadata["part"]
 }
-"""Feature that only some models have -> the word that gives a model this feature."""
+"""A feature that only some models have -> the word that gives a model this feature."""
 _DECLARED = _words((Core, *FEATURES.values()))
 ORDER_NAMES = _axes(_DECLARED)
 """Every axis that the word `order` may name, the fastest of the default order first."""

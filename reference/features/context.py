@@ -55,18 +55,20 @@ class Context(Core):
 
     @property
     def data_axis(self) -> str:
-        """The same with context ranks, which see other tokens too: `dp_cp`."""
+        """The data axis; with context ranks, which see other tokens too, `dp_cp`."""
         axis = super().data_axis
         return self.token_axis if axis == "dp" else axis
 
     @property
     def token_axis(self) -> str:
-        """The same with context ranks."""
+        """The axis of ranks with different tokens; with context ranks, `dp_cp`."""
         return "dp_cp" if self.cp > 1 else super().token_axis
 
     @property
     def layout(self) -> Layout:
-        """The same with the axis of data and context ranks together, and the two levels of an exchange in a ring."""
+        """The rank orders, with the axis of data and context ranks joined, and the two levels of an
+        exchange in a ring.
+        """
         layout, inner = super().layout, self.cp_inner
         if inner > 1:
             levels = layout.orders[0].divide("cp", cp_inner=inner, cp_outer=self.cp // inner)
@@ -74,7 +76,7 @@ class Context(Core):
         return replace(layout, joined={**layout.joined, "dp_cp": "dp-cp"}) if self.cp > 1 else layout
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         cp, inner, mode = self.cp, self.cp_inner, self.system
         if cp == 1:
             for key, legal in not_default(Context, self):
@@ -101,7 +103,9 @@ class Context(Core):
             yield from self._heads(inner if inner > 1 else cp)
 
     def _heads(self, ranks: int) -> Iterator[Problem]:
-        """An exchange over this many ranks: whole query heads, and whole kv heads or whole copies of one."""
+        """The rules of an exchange over this many ranks: whole query heads, and whole kv heads or
+        whole copies of one.
+        """
         tp = self.tp
         if self.heads // tp % ranks:
             rule = f"the {self.heads // tp} of a rank must be a multiple of the {ranks} ranks that exchange them"

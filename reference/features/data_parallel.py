@@ -1,7 +1,8 @@
-"""Data parallelism: what data ranks share, in which dtype gradients travel. Its words and what makes them legal.
+"""Data parallelism: what data ranks share, and the dtype in which they send gradients. Its words and what makes them
+legal.
 
 Buckets, ZeRO-1, float32 gradients and masters, and loss scaling are Megatron-Core's. ZeRO-2 and ZeRO-3 are torch's
-`fully_shard` (around.md 15), over tensor parallelism as both of them know it.
+`fully_shard` (around.md 15), beside tensor parallelism in either system's form.
 """
 
 import math
@@ -87,17 +88,19 @@ class DataParallel(Core):
 
     @property
     def shares_gradients(self) -> bool:
-        """Whether a word replaces the one flat sum of all gradients."""
+        """Whether a word replaces the single flat sum of all gradients."""
         return any(key not in ("parity", "loss_scale") for key, _ in not_default(DataParallel, self))
 
     @property
     def truth_depends_on_split(self) -> bool:
-        """The same, and with a loss scale: which parts float16 holds decides where a step is skipped."""
+        """Whether the truth depends on the split; it does with a loss scale, since the parts in float16 decide which
+        steps are skipped.
+        """
         return self.scaler != "none" or super().truth_depends_on_split
 
     @property
     def layout(self) -> Layout:
-        """The same, with data ranks divided into those that share one copy of the parameters, and copies."""
+        """The rank orders, with data ranks divided into those that share one copy of the parameters, and copies."""
         layout, size = super().layout, self.shard
         if not size:
             return layout
@@ -105,7 +108,7 @@ class DataParallel(Core):
         return replace(layout, orders=(*layout.orders, parts))
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         zero, dp, shard = self.zero, self.dp, self.shard
         for key, legal in not_default(DataParallel, self) if not self.system.data_parallel else ():
             if key not in ("parity", "loss_scale"):

@@ -20,11 +20,11 @@ from shardproof.reference.language.words import Problem, declared_words, multipl
 
 _POSITIVE = "0 or a positive number"
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
-"""Axis of an order -> what stands in its place where experts are numbered."""
+"""Axis of an order -> the axis in its place when ranks are numbered for experts."""
 
 
 def _where_learned(key: str, plain: float) -> Callable[[Mapping[str, Any]], Any]:
-    """Value of a word that follows `routing`: unchanged where the router chooses, else `plain`."""
+    """Value of a word that follows `routing`: unchanged if the router chooses, else `plain`."""
     return lambda values: values[key] if values["routing"] == "learned" else plain
 
 
@@ -142,7 +142,7 @@ class Experts(Core):
 
     @property
     def named_axes(self) -> dict[str, int]:
-        """The same; ep divides no dense weights, so its place in their order has one rank."""
+        """Axis -> its ranks in the order of dense weights; ep does not divide these, so it has one rank there."""
         return {**super().named_axes, "ep": 1}
 
     @property
@@ -152,7 +152,7 @@ class Experts(Core):
 
     @property
     def layout(self) -> Layout:
-        """The same with the order of the ranks that hold experts, and the ranks among which tokens are exchanged."""
+        """The rank orders, with that of ranks that hold experts, and the ranks among which tokens are exchanged."""
         layout = super().layout
         if not self.experts:
             return layout
@@ -189,14 +189,16 @@ class Experts(Core):
 
     @property
     def most_rows(self) -> int:
-        """Rows that an expert takes of the tokens that compete for it."""
+        """The most rows that an expert takes from the tokens that compete for it."""
         tokens = self.own_tokens if self.capacity_of == "rank" else self.tokens
         share = tokens * self.top_k / max(self.experts, 1)
         return min(math.ceil(share * self.capacity), tokens) if self.capacity else tokens
 
     @property
     def truth_depends_on_split(self) -> bool:
-        """The same, and where a rank's own tokens compete for an expert, or a loss is of all data ranks at once."""
+        """Whether the truth depends on the split; it does if a rank's own tokens compete for an expert, or a loss is
+        over all data ranks.
+        """
         by_rank = self.capacity > 0 and self.capacity_of == "rank"
         return by_rank or self.global_loss > 0 or super().truth_depends_on_split
 
@@ -207,7 +209,7 @@ class Experts(Core):
 
     @property
     def repeating_layers(self) -> tuple[int, int]:
-        """The same behind those without experts."""
+        """The repeating layers, which begin after those without experts."""
         first, unit = super().repeating_layers
         return max(first, multiple(self.dense_layers, unit)), unit
 
@@ -216,15 +218,15 @@ class Experts(Core):
         return self.experts > 0 and layer >= self.dense_layers
 
     def replaced_branches(self, layer: int) -> dict[str, str]:
-        """The same with experts in place of the MLP."""
+        """The replaced branches, with experts in place of the MLP."""
         return {**super().replaced_branches(layer), **({"mlp": "experts"} if self.has_experts(layer) else {})}
 
     def data_axis_of(self, parameter: str) -> str:
-        """The same; experts' weights have copies of their own."""
+        """The data axis of a parameter; that of experts' weights is the axis of their copies."""
         return "edp" if ".mlp.experts." in parameter else super().data_axis_of(parameter)
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         if not self.experts:
             for key, legal in not_default(Experts, self):
                 yield key, "is about experts, and experts=0 has none", legal

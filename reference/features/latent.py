@@ -38,26 +38,26 @@ class Latent(Core):
     )
 
     def replaced_branches(self, layer: int) -> dict[str, str]:
-        """The same with the attention."""
+        """The replaced branches of a layer, attention among them."""
         return super().replaced_branches(layer) | ({"attention": "latent"} if self.kv_lora_rank else {})
 
     @property
     def head_dim(self) -> int:
-        """The same, of a query and a key with both parts."""
+        """Features of a query or a key, with its rotary ones."""
         return self.qk_head_dim + self.qk_rope_dim if self.kv_lora_rank else super().head_dim
 
     @property
     def value_dim(self) -> int:
-        """The same, of a value."""
+        """Features of a value."""
         return self.v_head_dim if self.kv_lora_rank else super().value_dim
 
     @property
     def rotated_dim(self) -> int:
-        """The same, of the rotary part."""
+        """Features that rotary positions turn."""
         return self.qk_rope_dim if self.kv_lora_rank else super().rotated_dim
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         for key in ("kv_lora_rank", "q_lora_rank"):
             if getattr(self, key) < 0:
                 yield key, "must not be negative", f"{key}=0"
@@ -83,7 +83,7 @@ class Latent(Core):
             yield from self._columns()
 
     def _columns(self) -> Iterator[Problem]:
-        """Columns of the down projections on every rank."""
+        """The rules of down projections that are split into columns."""
         tp, joined = self.tp, self.kv_lora_rank + self.qk_rope_dim
         if self.q_lora_rank % tp:
             legal = f"q_lora_rank={multiple(self.q_lora_rank, tp)}"

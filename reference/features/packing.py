@@ -45,7 +45,7 @@ class Packing(Core):
         return not self.packed and self.family not in ("internlm2", "llama")
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         if self.packed and self.delivery != "local":
             yield "delivery", "Megatron's broadcasts know no packs", "delivery=local"
         if self.packed and self.positions == "learned":

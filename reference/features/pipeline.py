@@ -73,7 +73,7 @@ class PipelineParallel(Core):
 
     @property
     def layout(self) -> Layout:
-        """The same, with gathered weights on the ranks of one stage."""
+        """The rank orders, with gathered weights on the ranks of one stage."""
         layout = super().layout
         if self.pp == 1 or not self.system.gathers_weights:
             return layout
@@ -83,14 +83,14 @@ class PipelineParallel(Core):
 
     @property
     def axes(self) -> dict[str, Groups]:
-        """The same with `embedding`, of a tied table: the first and the last of several stages."""
+        """The groups of ranks, with `embedding` for a tied table: the first and the last of several stages."""
         lists = super().axes
         if self.table_is_copied:
             lists["embedding"] = tuple(PipelineGroup(ranks=ranks).embedding_ranks() for ranks in lists["pp"])
         return lists
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         for key in ("first_layers", "last_layers"):
             if getattr(self, key) < 0:
                 yield key, "must not be negative", f"{key}=0"

@@ -37,32 +37,32 @@ class FurtherTokens(Core):
 
     @property
     def block_count(self) -> int:
-        """The same with the layers behind the decoder."""
+        """The number of layers, those of the prediction depths among them."""
         return super().block_count + self.prediction_depth
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The same with the layer of every depth, which is like the decoder's last."""
+        """The layers, with that of every depth, which is like the decoder's last."""
         depths = range(self.prediction_depth)
         return {**super().blocks, **{f"prediction.{depth}.layer": self.layers - 1 for depth in depths}}
 
     @property
     def behind_decoder(self) -> tuple[str, ...]:
-        """The same with the depths."""
+        """The features after the decoder."""
         return (*super().behind_decoder, *(("prediction",) if self.prediction_depth else ()))
 
     @property
     def units_behind(self) -> tuple[str, ...]:
-        """The same with every depth."""
+        """The modules after the decoder that recompute=full computes again as a unit: every depth."""
         return (*super().units_behind, *(f"prediction.{depth}" for depth in range(self.prediction_depth)))
 
     @property
     def embeds_behind(self) -> bool:
-        """The same; every depth does."""
+        """Whether something after the decoder embeds tokens: every depth does."""
         return super().embeds_behind or self.prediction_depth > 0
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         depth, weight = self.prediction_depth, self.prediction_weight
         if depth < 0:
             yield "prediction_depth", "must not be negative", "prediction_depth=0"

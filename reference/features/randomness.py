@@ -31,7 +31,7 @@ class Randomness(Core):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         for key in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, key) < 1:
                 yield key, "must lie in [0, 1)", f"{key}=0.1"

@@ -1,7 +1,7 @@
-"""Recomputation: what backward computes again instead of saving it. Its words and what makes them legal.
+"""Recomputation: what backward recomputes instead of saving. Its words and what makes them legal.
 
 Sources: Megatron-Core 0.16.1 `TransformerConfig`, which refuses to distribute inputs that are split already (around.md
-16). Its uniform method fails on layers that are no whole number of units.
+16). Its uniform method fails if the layers are no whole number of units.
 """
 
 import math
@@ -13,7 +13,7 @@ from shardproof.reference.language.words import Problem, not_default, word
 
 
 class Recompute(Core):
-    """A case whose backward may compute some activations again; by default every layer alone, all of it."""
+    """A case whose backward may recompute some activations; by default each layer by itself, all of it."""
 
     recompute: str = word(
         "none",
@@ -50,11 +50,11 @@ class Recompute(Core):
 
     @property
     def repeating_layers(self) -> tuple[int, int]:
-        """(number of first layers that save something else than the rest, layers of a unit among the rest)."""
+        """(number of first layers that save something other than the rest, layers of a unit among the rest)."""
         return (self.recompute_layers, 1) if self.recompute_method == "block" else (0, self.recompute_layers)
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         mode, name, size = self.system, self.mode, self.recompute_layers
         for key, legal in not_default(Recompute, self) if not self.layers_again else ():
             if key != "recompute":
@@ -78,7 +78,7 @@ class Recompute(Core):
             )
 
     def _layers_of_stages(self) -> set[int]:
-        """The numbers of layers of the stages; none for layers that stages cannot share, which another rule refuses."""
+        """The numbers of layers of the stages; empty if stages cannot share the layers, which another rule refuses."""
         try:
             return {layers.stop - layers.start for chunks in self.stage_layers for layers in chunks}  # len() overflows
         except CaseError:

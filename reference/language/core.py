@@ -86,16 +86,16 @@ MODES: dict[str, Mode] = {
         presets=({"family": "opt"}, {"family": "llama"}),
     ),
 }
-"""Value of `mode=` -> what it is."""
+"""Value of `mode=` -> what it means."""
 
 
 def mode_of(values: Mapping[str, Any]) -> Mode:
-    """The mode of a case's values; for an unknown word, which a rule refuses, that of tp."""
+    """The mode of a case's values; for an unknown word, which a rule refuses, tp."""
     return MODES.get(values["mode"], MODES["tp"])
 
 
 def whose(holds: Callable[[Mode], bool]) -> str:
-    """The modes of which this holds, as a user writes them: "tp|tp-sp"."""
+    """The modes for which this holds, as a user writes them: "tp|tp-sp"."""
     return "|".join(name for name, mode in MODES.items() if holds(mode))
 
 
@@ -126,7 +126,9 @@ class Core:
     if TYPE_CHECKING:
 
         def __getattr__(self, word: str) -> Any:
-            """A word of a feature, or what follows from it: features are found by name, when the case is imported."""
+            """A word of a feature, or a property that follows from it: features are found by name when the case is
+            imported.
+            """
 
     preset: str = word(
         "tiny-gpt", "a named model; words of the case override its own", domain=(), group=SPLIT, dense="tiny-gpt"
@@ -236,7 +238,7 @@ class Core:
 
     @property
     def block_count(self) -> int:
-        """The number of transformer layers, those behind the decoder among them."""
+        """The number of transformer layers, those after the decoder among them."""
         return self.layers
 
     @property
@@ -255,31 +257,34 @@ class Core:
         return {}
 
     def behind_layer(self, x_BSH: "Tensor", _weights: "Callable[[str], Tensor]") -> "Tensor":
-        """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
+        """Hidden states of the dense model when they leave a layer; `_weights` gives one of `layer_shapes` by name."""
         return x_BSH
 
     def replaced_branches(self, _layer: int) -> dict[str, str]:
-        """Branch of this layer, "attention" or "mlp", that a feature replaces -> the feature.
+        """The branch of this layer, "attention" or "mlp", that a feature replaces -> the feature.
 
-        Its parameters and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
+        Its parameters and mathematics are in `reference.model.branches.FEATURE`, its module is that of
+        `Parts.branches`.
         """
         return {}
 
     @property
     def behind_decoder(self) -> tuple[str, ...]:
-        """The features that go on from the decoder's normed hidden states, beside the head: their parameters and
-        mathematics are `reference.model.branches.FEATURE`, their modules those of `Parts.behind_head`.
+        """The features that continue from the decoder's normed hidden states, beside the head.
+
+        Their parameters and mathematics are in `reference.model.branches.FEATURE`, their modules those of
+        `Parts.behind_head`.
         """
         return ()
 
     @property
     def units_behind(self) -> tuple[str, ...]:
-        """The modules behind the decoder, each of which recompute=full computes again as one unit."""
+        """The modules after the decoder, each of which recompute=full recomputes as one unit."""
         return ()
 
     @property
     def embeds_behind(self) -> bool:
-        """Whether something behind the decoder embeds tokens."""
+        """Whether something after the decoder embeds tokens."""
         return False
 
     @property
@@ -289,7 +294,7 @@ class Core:
 
     @property
     def system(self) -> Mode:
-        """The mode of this case; for an unknown word, which a rule refuses, that of tp."""
+        """The mode of this case; for an unknown word, which a rule refuses, tp."""
         return MODES.get(self.mode, MODES["tp"])
 
     @property
@@ -368,13 +373,13 @@ class Core:
 
     @property
     def axes(self) -> dict[str, Groups]:
-        """Mesh axis -> the rank lists of its groups, by the case's `order`; `checkpoint`, if saved, is everyone."""
+        """Mesh axis -> the rank lists of its groups, by the case's `order`; `checkpoint`, if saved, has all ranks."""
         lists = self.layout.lists()
         return {**lists, "checkpoint": (tuple(range(self.world_size)),)} if self.save else lists
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Mesh axis -> ranks in each of its groups: what `axes` says, without listing the ranks."""
+        """Mesh axis -> ranks in each of its groups, as `axes` has them, without listing ranks."""
         return self.layout.sizes
 
     def axis_rank(self, axis: str, rank: int) -> int:

@@ -35,10 +35,10 @@ class RankOrder:
 
     @classmethod
     def of(cls, order: str, sizes: Mapping[str, int]) -> "RankOrder":
-        """The mesh of an order string such as "tp-cp-dp-pp", in any letter case.
+        """The mesh of an order string such as "tp-cp-dp-pp", in upper or lower case.
 
-        An axis of size 1 may be left out of the order. Raises CaseError for an unknown or repeated word, and for a left
-        out axis of more than one rank. A size that is no whole number of at least 1 raises it too.
+        An axis of size 1 may be left out of the order. Raises CaseError for an unknown or repeated word, for an axis of
+        several ranks that is left out, and for a size that is no whole number of at least 1.
         """
         for axis, size in sizes.items():
             check_size(axis, size)
@@ -96,7 +96,7 @@ class RankOrder:
     def divide(self, axis: str, **parts: int) -> "RankOrder":
         """The order of the same ranks with one axis divided into levels of these sizes, the fastest first.
 
-        Raises CaseError for an unknown axis, and when the sizes do not multiply to the axis' own.
+        Raises CaseError for an unknown axis, and if the product of the sizes is not that of the axis.
         """
         sizes = self.sizes
         if axis not in sizes:
@@ -134,7 +134,7 @@ def check_size(field: str, size: object) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _groups(inside: tuple[tuple[int, int], ...], outside: tuple[tuple[int, int], ...]) -> Groups:
-    """The groups over axes of (size, stride): a case names its axes for each of its terms, and a world may be large."""
+    """The groups over axes of (size, stride). Kept, since each term of a case names axes, and a world may be large."""
     offsets = _sums(inside)
     return tuple(tuple([first + offset for offset in offsets]) for first in _sums(outside))
 
@@ -149,7 +149,7 @@ def _sums(axes: Iterable[tuple[int, int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Rank orders over the same ranks: of dense weights, then those of experts or of gathered weights.
+    """Rank orders over the same ranks: of dense weights, then of experts or of gathered weights.
 
     An axis that several orders have, such as pp, has the same groups in each. `joined` names axes of one order as one
     axis: {"dp_cp": "dp-cp"} are the ranks that differ only in their places on dp and cp.
@@ -160,7 +160,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Ranks, the same for each order."""
+        """The number of ranks, the same for each order."""
         return self.orders[0].world
 
     @property
@@ -172,7 +172,7 @@ class Layout:
     def groups(self, axes: str) -> Groups:
         """All groups along axes of one order, such as "tp", "dp-cp" or "etp-ep"; groups and members ascend.
 
-        Raises CaseError when no order has all these axes.
+        Raises CaseError if no order has all these axes.
         """
         return self._order(axes).groups(axes)
 
@@ -246,8 +246,8 @@ class PipelineGroup:
     ) -> range:
         """The numbers of the layers, of `count` in all, that a chunk of a rank holds.
 
-        `first` and `last` are the layers of the first and the last stage in all their chunks; the other stages share
-        the rest equally. Raises CaseError for layers that cannot be shared so.
+        `first` and `last` are the numbers of layers of the first and the last stage over all their chunks; the other
+        stages share the rest equally. Raises CaseError if the layers cannot be shared like that.
         """
         counts = self._layer_counts(count, first, last)
         stage = self.virtual_stage(rank, chunk) % len(self.ranks)
@@ -259,7 +259,7 @@ class PipelineGroup:
         return tuple(sorted({self.ranks[0], self.ranks[-1]}))
 
     def _layer_counts(self, count: int, first: int | None, last: int | None) -> list[int]:
-        """Layers of each stage in all its chunks."""
+        """The layers of each stage, over all its chunks."""
         stages, chunks = len(self.ranks), self.chunks
         given = {"first_layers": first, "last_layers": last}
         for key, layers in given.items():

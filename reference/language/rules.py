@@ -19,19 +19,21 @@ from shardproof.reference.language.groups import RankOrder
 from shardproof.reference.language.words import LARGEST_SIZE, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
-"""Treatment of the token table by a mode that has one form of it alone."""
+"""What a mode that knows only one embedding= does with the token table."""
 LARGEST_SEED = 2**64 - 1
 
 
 def problems(case: Core) -> Iterator[Problem]:
-    """Key, the rule that it breaks and a legal value, of every broken rule."""
+    """Every broken rule: its word, the rule and a legal value."""
     for rules in (_domains, _model, _mesh, _training_problems):
         yield from rules(case)
 
 
 class _Restricted(NamedTuple):
-    """Words of a class of cases: those that take one of a list, each with that list, which may grow by modes of a third
-    party; whole numbers with whether 0 is legal. `choices` and `numbers` read the values of all of them from a case.
+    """The words of a class of cases whose values are restricted.
+
+    `lists`: words with a list of legal values, which a third party's mode may extend. `sizes`: integer words, and
+    whether 0 is legal. `choices` and `numbers` read the values of all these words from a case.
     """
 
     lists: tuple[tuple[str, Collection[str]], ...]
@@ -42,7 +44,7 @@ class _Restricted(NamedTuple):
     @classmethod
     @functools.cache
     def of(cls, kind: Any) -> Self:
-        """Those of this class of cases."""
+        """The words of this class of cases."""
         fields = dataclasses.fields(kind)
         lists = tuple((field.name, field.metadata["legal"]) for field in fields if legal_values(field))
         sizes = {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
@@ -124,7 +126,7 @@ def _mesh(case: Core) -> Iterator[Problem]:
 
 
 def _tp_near(case: Core) -> int:
-    """The tp next to the case's own that cuts whole heads and with which the case is legal; of two the smaller."""
+    """The legal tp closest to the case's own that divides heads; the smaller of two equally close."""
     for tp in sorted(range(1, case.heads + 1), key=lambda tp: abs(tp - case.tp)):
         if case.heads % tp == 0:
             with suppress(CaseError):
@@ -134,7 +136,7 @@ def _tp_near(case: Core) -> int:
 
 
 def _uneven(case: Core) -> Iterator[Problem]:
-    """Shares of ranks may differ, and none is empty."""
+    """Every rank must hold a part where shares of ranks may differ."""
     tp = case.tp
     if case.kv_heads < tp:
         legal = f"kv_heads={_kv_heads(case)}" if case.heads >= tp else f"tp={case.kv_heads}"
@@ -177,14 +179,14 @@ def _training_problems(case: Core) -> Iterator[Problem]:
 
 
 def _hidden(case: Core) -> int:
-    """A legal hidden near the one given: whole heads, even ones for rope, and whole shards in isp."""
+    """A legal hidden close to the given one: whole heads, even ones for rope, and whole shards in isp."""
     head = 2 * case.heads if case.positions == "rope" else case.heads
     return multiple(case.hidden, math.lcm(head, case.wp))
 
 
 def _kv_heads(case: Core) -> int:
-    """A legal kv_heads near the one given: divides heads, and splits over tp, evenly unless in autotp; in isp it may be
-    repeated to tp.
+    """A legal kv_heads close to the given one: it divides heads, and splits over tp, evenly unless in autotp; in isp it
+    may be repeated to tp.
     """
     heads, tp, mode = case.heads, case.tp, case.system
     divisors = [d for d in range(1, heads + 1) if heads % d == 0]
@@ -193,11 +195,11 @@ def _kv_heads(case: Core) -> int:
 
 
 SKEW_PARTS = 16
-"""A share of tokens is a number of these parts."""
+"""`skew` is a multiple of one part in this many."""
 
 
 def expert_problems(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
-    """Key, the rule that it breaks and a legal value, of every broken rule; `plain` are the defaults of the words."""
+    """Every broken rule: its word, the rule and a legal value; `plain` are the defaults of the words."""
     if case.top_k > case.experts:
         yield "top_k", f"must be at most experts={case.experts}", f"top_k={case.experts}"
     if case.top_k == 1 and case.router == "softmax":

@@ -1,4 +1,4 @@
-"""The words of the case language: how one is declared, what is known of it, how its value is read and written."""
+"""The words of the case language: how one is declared, its metadata, and how its value is read and written."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ SPLIT, MODEL, DATA, TRAFFIC, TRAINING = (
 )
 """The groups of words, in the order in which a case is printed."""
 LARGEST_SIZE = 2**31 - 1
-"""The largest whole number but the seed: torch and numpy take it as a size everywhere."""
+"""The largest integer but the seed: torch and numpy take it as a size everywhere."""
 Problem = tuple[str, str, str]
 """Key, the rule it breaks, a legal value."""
 Field = dataclasses.Field[Any]
@@ -89,14 +89,16 @@ def declared_words(owner: type) -> dict[str, Field]:
 
 @functools.cache
 def _defaults(owner: Any) -> tuple[Callable[[object], object], object, tuple[tuple[str, Any], ...]]:
-    """What reads all words of a feature from a case, what it reads where all have their defaults, and these."""
+    """A function that reads all words of a feature from a case, its result for the defaults, and these."""
     defaults = tuple((name, field.default) for name, field in declared_words(owner).items())
     own = tuple(value for _, value in defaults)
     return attrgetter(*(name for name, _ in defaults)), own if len(own) > 1 else own[0], defaults
 
 
 def not_default(owner: Any, case: object) -> Iterator[tuple[str, str]]:
-    """Every word of a feature, a class, that has not its default in a case, with that default as a case writes it."""
+    """Every word of a feature (a class) that differs from its default in a case, with the default
+    as a case writes it.
+    """
     read_words, plain, defaults = _defaults(owner)
     if read_words(case) == plain:
         return
@@ -106,7 +108,7 @@ def not_default(owner: Any, case: object) -> Iterator[tuple[str, str]]:
 
 
 def legal_values(field: Field) -> tuple[str, ...]:
-    """The words that a field may have; () where they are no list."""
+    """The words that a field may have; () if they are no list."""
     legal = field.metadata["legal"]
     return () if isinstance(legal, str) else tuple(legal)
 
@@ -138,7 +140,7 @@ def describe_words(
 
 
 def read(key: str, text: str, kind: type) -> int | float | bool | str:
-    """The value that `text` writes for a key of this type. Raises CaseError when it writes none."""
+    """The value that `text` writes for a key of this type. Raises CaseError for an invalid text."""
     if kind is bool:
         if text not in ("true", "false"):
             raise CaseError(key, text, "must be true or false", f"{key}=true")

@@ -1,4 +1,4 @@
-"""How the branches of features (`reference.model.branches`) are found, and what they have beside their output."""
+"""How the branches of features (`reference.model.branches`) are found, and their further results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from shardproof.reference.features import module_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """Values of branches beside their output, of one micro-batch.
+    """Further results of branches, of one micro-batch.
 
     `losses` are terms [] of its summed loss, and `counts` integers by name, whose first dim is that of the rows. `step`
     are all micro-batches of the step, on all data ranks.
@@ -40,7 +40,7 @@ def values_of(case: Case) -> dict[str, Tensor]:
 
 
 def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values after a step whose micro-batches left these counts."""
+    """The values after a step whose micro-batches had these counts."""
     return {
         name: value
         for branch in _with_values(case)
@@ -49,7 +49,7 @@ def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str
 
 
 def _with_values(case: Case) -> list[Branch]:
-    replaced = getattr(case, "replaced_branches", None)  # a case that is words alone has no features
+    replaced = getattr(case, "replaced_branches", None)  # a case of plain words has no features
     features = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
     return [branch for feature in sorted(features) if hasattr(branch := branch_of(feature), "values")]
 

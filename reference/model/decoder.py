@@ -31,7 +31,7 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """The sums of linears, norms and gradient norms as functions; the control run takes them in another order.
+    """The sums of linears, norms and gradient norms as functions, which the control run replaces by other orders.
 
     Another `activate` may move the kink of relu. `rotate` turns queries or keys, "q" or "k". `join` adds the output of
     a branch, "attention" or "mlp", to its input.
@@ -101,9 +101,9 @@ class Pass:
         return self.apply_dropout(name, self.tap_output(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
-        """Hidden states behind the transformer layer of this name."""
+        """Hidden states after the transformer layer of this name."""
         replaced = getattr(self.case, "replaced_branches", None)
-        others = replaced(self.case.blocks[name]) if replaced else {}  # a case that is words alone has no features
+        others = replaced(self.case.blocks[name]) if replaced else {}  # a case of plain words has no features
         for branch, plain in (("attention", self.attention), ("mlp", self.mlp)):
             y_BSH = self.norm(f"{name}.{branch}_norm", x_BSH)
             if branch in others:

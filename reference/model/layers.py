@@ -53,7 +53,7 @@ def activate(kind: str, x_BSF: Tensor, gate_BSF: Tensor | None = None) -> Tensor
 
 
 def weigh(x_TF: Tensor, weights_T: Tensor) -> Tensor:
-    """Every row times its weight, as an expert's."""
+    """Every row times its weight, such as that of an expert."""
     return x_TF * weights_T[:, None]
 
 
@@ -79,7 +79,7 @@ def rotate(x_BSND: Tensor, positions_BS: Tensor) -> Tensor:
 
 
 def visible(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Bool [S, S]: may the token of the row see the token of the column? Causal, and inside one sentence when packed.
+    """Bool [S, S], true where a token (row) may see another (column): an earlier one, of the same sentence when packed.
 
     `cu_seqlens` int64 [n+1] holds the sentences' bounds inside a packed row, from 0 to `length`.
     """
@@ -94,7 +94,9 @@ def visible(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Ten
 def attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention with grouped queries by explicit scores; returns [B, S, N*D]. `keep_BNSS` multiplies shares."""
+    """Softmax attention with grouped queries by explicit scores; returns [B, S, N*D]. `keep_BNSS` multiplies the
+    probabilities.
+    """
     heads, head_dim = q_BSND.shape[2:]
     group = heads // k_BSKD.shape[2]
     q_BNSD = q_BSND.transpose(1, 2)

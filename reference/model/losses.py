@@ -64,8 +64,8 @@ def metric_totals(logits_BSV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor) -
 
 
 def metric_outcome(by_rank: list[MetricTotals], *, exact: bool) -> dict[str, Tensor]:
-    """`metric/<name>` [dp], of datasets [dp, datasets]. Without `exact`, none that depends on which of two logits,
-    equal but for rounding, is larger.
+    """`metric/<name>` [dp], of datasets [dp, datasets]. Unless `exact`, without those that depend on which of two
+    logits that are equal up to rounding is larger.
     """
     right, tokens, likelihood = (
         torch.stack([sums[name] for sums in by_rank]) for name in ("right", "tokens", "log_likelihood")

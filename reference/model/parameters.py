@@ -21,7 +21,7 @@ from shardproof.reference.model.randomness import field_values, given_now
 
 Shape = tuple[int, ...]
 _LARGE = 2**20
-"""Elements of a weight that is not kept longer than it is needed."""
+"""A weight of more elements is not kept after its use."""
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -56,8 +56,9 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
     """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
 
     Values are drawn uniformly in float64 from a generator seeded with sha256(seed, name), with init=field as in
-    `field_values`, then rounded. So every dtype, mode and mesh starts from the same numbers. `load=`: the checkpoint's.
-    Raises ValueError for a name that the case does not have, and for init=shard, which leaves them to each rank.
+    `field_values`, then rounded. So every dtype, mode and mesh starts from the same numbers. With `load=` it is the
+    checkpoint's. Raises ValueError for a name that the case does not have, and for init=shard, which leaves the values
+    to each rank.
     """
     if torch.device(device).type == "meta":
         return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
@@ -67,15 +68,15 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
 def drawn_weight(case: Case, name: str) -> Tensor:
     """The full value of a parameter on the CPU, shared by all callers: never written to.
 
-    Parameters of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not
-    have, and CaseError where init=shard leaves the values to each rank.
+    Parameters are kept until those of another model are drawn. Raises ValueError for a name that the case does not
+    have, and CaseError if init=shard leaves the values to each rank.
     """
     shape, dtype = _shape(case, name), dtype_of(case)
     if case.load:
         return _load_weight(case, name, shape).to(dtype)
     if case.init == "shard":
         if f"init/{name}" in given_now():
-            return given_now()[f"init/{name}"].to(dtype)  # of masters it is wider
+            return given_now()[f"init/{name}"].to(dtype)  # wider for masters
         rule = f"draws values that the dense model must be given, and init/{name} was not returned"
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
     weights = _drawn_weights(case)
@@ -86,9 +87,9 @@ def drawn_weight(case: Case, name: str) -> Tensor:
 
 
 class LastRead(Mapping[str, Tensor]):
-    """Every full weight of the case, as `weights` has them, for a caller who reads each once.
+    """Every full weight of the case, as `weights` has them, for a caller that reads each once.
 
-    The caller probably is the last: a large weight is not kept after that.
+    That caller probably is the last, so large weights are not kept afterwards.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -157,7 +158,7 @@ def _draw(seed: int, name: str, shape: Shape) -> Tensor:
 
 
 def _scale_unit(name: str, unit: Tensor) -> Tensor:
-    """Numbers of [-1, 1) brought to a size at which some steps of SGD with lr=1 amplify rounding errors little."""
+    """Numbers of [-1, 1) scaled so that some steps of SGD with lr=1 amplify rounding errors little."""
     module, _, leaf = name.rpartition(".")
     if leaf == "bias":
         return 0.2 * _away(unit)
@@ -167,7 +168,7 @@ def _scale_unit(name: str, unit: Tensor) -> Tensor:
 
 
 def _away(unit: Tensor) -> Tensor:
-    """Numbers of the same signs with magnitudes in [1/4, 1), so none is near 0."""
+    """Numbers with the same signs and magnitudes in [1/4, 1), so that none is near 0."""
     return (0.25 + 0.75 * unit.abs()).copysign(unit)
 
 
@@ -175,7 +176,7 @@ def _block(case: Case, block: str) -> dict[str, Shape]:
     """The parameters of the transformer layer of this name."""
     found: dict[str, Shape] = {}
     for branch, plain in (("attention", _attention), ("mlp", _mlp)):
-        replaced = getattr(case, "replaced_branches", None)  # a case that is words alone has no features
+        replaced = getattr(case, "replaced_branches", None)  # a case of plain words has no features
         other = replaced(case.blocks[block]).get(branch) if replaced else None
         shapes_of = branch_of(other).shapes if other else plain
         found |= _norm(case, f"{branch}_norm", case.hidden) | shapes_of(case)

@@ -1,7 +1,7 @@
 """Random numbers of the dense model: dropout and initial values, by the field or as ranks drew them.
 
-Masks and initial values that an implementation drew cannot be known: they reach every function of the dense model that
-a function with `takes_given` calls.
+Masks and initial values that an implementation drew itself are passed to a function with `takes_given`, by its keyword
+`given`. All functions of the dense model that it calls use them.
 
 A site of dropout is "embedding", "layers.{i}.attention", "layers.{i}.mlp" (hidden states [S, H] of a sample) or
 "layers.{i}.attention.shares" (its softmax [N, S, S]). Behind the decoder "prediction.{k}" has the same sites, its layer
@@ -16,7 +16,7 @@ The field is Philox4x32-10: numbers of the coordinates (site, step, sample, elem
 Products of two words are unsigned numbers of 64 bits, in numpy, because torch multiplies signed ones alone. Source:
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; its test vectors are in the tests.
 
-Initial values as Megatron sets them, of which `field_values` gives the field's:
+Initial values as Megatron sets them; `field_values` draws them from the field:
 
     weight of a column linear, table, head    mean 0, standard deviation 0.02
     weight of a row linear (wo, w2)            the same / sqrt(2 * layers), so that residuals do not grow with depth
@@ -51,7 +51,7 @@ given_now: Callable[[], Mapping[str, Tensor]] = _GIVEN.get
 
 @contextmanager
 def use_given(given: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Give these to all that is computed inside; None keeps what is given already."""
+    """While entered, the dense model uses these tensors; None leaves those that it uses already."""
     token = _GIVEN.set(given or _GIVEN.get())
     try:
         yield
@@ -60,7 +60,7 @@ def use_given(given: Mapping[str, Tensor] | None) -> Iterator[None]:
 
 
 def takes_given(function: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """The function with one more word, given=mapping, that holds in all that it calls."""
+    """The function with one more keyword, `given`: a mapping that all functions called by it use."""
 
     @functools.wraps(function)
     def with_given(*args: Any, given: Mapping[str, Tensor] | None = None, **words: Any) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def philox4x32(counter: Tensor, key: list[int], rounds: int = 10) -> Tensor:
 
 SHARES = "shares"
 _SMALL = 2**17
-"""Elements of masks that are kept: the truth and each of its control runs drop by the same ones."""
+"""Masks of at most this many elements are cached, since the truth and each of its control runs use the same."""
 
 
 def sites(case: Case) -> dict[str, tuple[int, ...]]:
@@ -149,7 +149,7 @@ def rate_of(case: Case, site: str) -> float:
 def mask(case: Case, batch: Batch, site: str) -> Tensor | None:
     """Bool [B, *shape of a sample], True where the site keeps; None where it drops nothing.
 
-    Raises CaseError for one that was drawn elsewhere and is not there.
+    Raises CaseError if the implementation draws it and it was not given.
     """
     rate = rate_of(case, site)
     if not rate:

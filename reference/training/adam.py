@@ -22,15 +22,15 @@ from shardproof.reference.model.parameters import shapes
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 FLOAT64_NOISE = 1e-12
-"""Noise of a gradient in float64, in units of the largest rms of a gradient: a thousandth of its own tolerance.
+"""The noise of a gradient in float64, in units of the largest rms of a gradient: a thousandth of its tolerance.
 
-In other dtypes control runs show it, and one epsilon is its floor.
+In other dtypes control runs show it, with one epsilon as the minimum.
 """
 _CONTROL_FACTOR = 6.0
 """A right gradient may be this many times further from the truth than that of the worst control run."""
 
 _ANYTHING = 1e30
-"""The noise where a control run is not finite; its square still is."""
+"""The noise if a control run is not finite. Its square still is."""
 
 
 def bound_adam(
@@ -38,8 +38,8 @@ def bound_adam(
 ) -> dict[str, Tensor]:
     """The largest error of every element, by name (`param_after/<step>/<param>`, `param/<param>`); {} for sgd.
 
-    `states`: where the steps of `truth` and `controls` began (see reference.training.steps); moments say
-    which gradients went into them. Steps that are skipped have none, and Adam does not count them.
+    `states`: where the steps of `truth` and `controls` began (see reference.training.steps); moments show which
+    gradients went into them. Skipped steps have none, and Adam does not count them.
     """
     first, found = next(iter(shapes(case))), {}
     taken = int(stored_tensors(case).get(f"optimizer.state.{first}.step", 0)) if case.load else 0
@@ -75,10 +75,10 @@ def rounding_slack(g: Tensor, noise: Tensor, mean: Tensor, square: Tensor, step:
 
 
 def _stationary(mean: Tensor, square: Tensor, c2: float) -> list[Tensor]:
-    """Zeros of f', 0 where there is none.
+    """Zeros of f', 0 if there is none.
 
     With `a = b1 m, b = 1 - b1, c = b2 v / c2, d = (1 - b2) / c2` and `s = sqrt(c + d g^2)`, they are at `b s (s + eps)
-    = (a + b g) d g`. Hence `s = (a d g - b c) / (b eps)`, a square equation in g.
+    = (a + b g) d g`. Hence `s = (a d g - b c) / (b eps)`, a quadratic equation in g.
     """
     b1, b2 = BETAS
     a, b, c, d = b1 * mean, 1 - b1, b2 * square / c2, (1 - b2) / c2
@@ -103,7 +103,7 @@ def _before(
 
 
 def _gradient(outcome: Mapping[str, Tensor], step: int, name: str, mean: Tensor) -> Tensor:
-    """The gradient that made this mean out of the one before: m' = b1 m + (1 - b1) g."""
+    """The gradient that took this mean from one step to the next: m' = b1 m + (1 - b1) g."""
     return (outcome[f"exp_avg_after/{step}/{name}"].double() - BETAS[0] * mean) / (1 - BETAS[0])
 
 

@@ -1,20 +1,21 @@
 """The control run: the same dense training with every sum taken in another order, in the run dtype.
 
-The distance of its outcome from the truth is how far rounding alone may carry a right implementation. Each contraction
-is cut into as many partial sums as the case has ranks along its split, in both directions. The cut is along inputs for
-the forward, outputs for the gradient of the input, tokens for the gradient of the weight. In attention features of a
-head and keys are cut. Each partial sum is rounded to the run dtype, and the partial sums and the micro-batches add up
-last first. Nothing here is parallel: one process has dense weights.
+Its distance from the truth shows how far rounding alone may carry a right implementation.
 
-Sums that torch's own kernels add one term after the other are taken by these, for no order rounds more. They are the
-gradients of a norm's weight and bias, row by row into one accumulator (aten/src/ATen/native/cpu/layer_norm_kernel.cpp).
-The squares of a gradient in its norm are such a sum too (`torch.linalg.vector_norm`, which `clip_grad_norm_` takes).
+Each contraction is cut into as many partial sums as the case has ranks along its split. A linear's forward is cut along
+inputs, the gradient of its input along outputs, the gradient of its weight along tokens; attention is cut along
+features of a head and along keys. Each partial sum is rounded to the run dtype. The partial sums and the micro-batches
+are added last first. Nothing here is parallel: one process has dense weights.
 
-Kinks are the effect of a relu on gradients where rounding decides. The value of a relu hardly changes near zero; its
-derivative jumps from 0 to 1. An element within rounding of zero passes its gradient on in one right implementation and
-not in the next. No control run need flip that same element. Here all elements within BAND epsilons of the run dtype, in
-units of the rms of the tensor, are taken to one side in backward. The change of gradients is what the kink alone may
-change in one element; float64 has no such elements.
+torch's own kernels take a few sums one term after the other, and no order rounds more than that. The control run takes
+these sums by the same kernels: the gradients of a norm's weight and bias
+(aten/src/ATen/native/cpu/layer_norm_kernel.cpp), and the squares of a gradient in its norm (`torch.linalg.vector_norm`,
+which `clip_grad_norm_` takes).
+
+The derivative of relu jumps from 0 to 1 at zero, its kink. An element within rounding of zero passes its gradient on in
+one right implementation and not in the next, and the control run may take the same side as either. So all elements near
+zero (within BAND epsilons of the run dtype, times the rms of the tensor) are taken to one side in backward, then to the
+other. The change of the gradients is what the kink may cause. In float64 no element is that near.
 """
 
 import math
@@ -47,20 +48,20 @@ def control(
 ) -> dict[str, Tensor]:
     """The outcome of dense training and the activations of the `observed` step and micro-batch.
 
-    They are in the case's dtype, with the sums in another order.
-
-    `parts`: of how many (see `reorder_sums`). `states`: those from which every step begins (reference.training.steps).
-    `given`: see reference.training.truth.
+    They are in the case's dtype, with the sums in another order. `parts`: the number of partial sums (see
+    `reorder_sums`). `states`: those from which every step begins (reference.training.steps). `given`: see
+    reference.training.truth.
     """
     other = reorder_sums(case, parts)
     return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=observed)
 
 
 def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
-    """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them in, 2 at least.
+    """The sums of linears, norms and attention in `parts` parts; with 0 in as many as the case splits them into, at
+    least 2.
 
-    Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums. With
-    context ranks it is merged elsewhere, as theirs is.
+    With an even number of `parts` attention is torch's fused kernel, whose backward takes other sums. With context
+    ranks attention is that of merged blocks instead, as the ranks compute it.
     """
     attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
     by_hand = merged_attention if case.is_sliced else split_attention
@@ -103,7 +104,7 @@ class _SplitProduct(torch.autograd.Function):
 def split_attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
-    """Attention as `layers` has it, its scores by blocks of keys and `parts` partial sums over features."""
+    """Attention as `layers` has it, but its scores take blocks of keys, and `parts` partial sums over features."""
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
     share_BNSS = score_BNSS.softmax(-1).to(q_BSND.dtype)
     if keep_BNSS is not None:
@@ -114,10 +115,10 @@ def split_attention(
 def merged_attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
-    """Attention as where blocks of keys are merged: a share is exp(score - log sum exp).
+    """Attention by merged blocks of keys: a probability is exp(score - log sum exp).
 
-    The gradient of a score takes off sum(dO * O). Of large scores that rounds more than a softmax does, which takes off
-    the largest one first. Source: FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
+    The gradient of a score subtracts sum(dO * O). For large scores that rounds more than a softmax, which subtracts the
+    largest score first. Source: FlashAttention-2 (arXiv:2307.08691); context parallelism takes its backward.
     """
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
     context_BNSD: Tensor = _Merged.apply(score_BNSS, v_BNSD, keep_BNSS, parts)
@@ -155,7 +156,7 @@ def _scores(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, 
 
 
 def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor) -> Tensor:
-    """Attention as `layers` has it, by torch's fused kernel: softmax and its gradient block by block."""
+    """Attention as `layers` has it, but by torch's fused kernel: softmax and its gradient block by block."""
     group = q_BSND.shape[2] // k_BSKD.shape[2]
     k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
     context_BNSD = functional.scaled_dot_product_attention(q_BSND.transpose(1, 2), k_BNSD, v_BNSD, attn_mask=visible_SS)
@@ -177,8 +178,8 @@ def _sum_of_products(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
 
 
 def _product(x_TE: Tensor, rows_FE: Tensor) -> Tensor:
-    """x @ rows^T. Of 16-bit numbers by the kernel for float32, rounded once at the end, as tensor cores do. Where a CPU
-    has no 16-bit products, torch's own kernels take ten to twenty times as long (2.13, 100 x 48 x 84 elements).
+    """x @ rows^T. 16-bit numbers use the kernel for float32, rounded once at the end, as tensor cores do. On a CPU
+    without 16-bit products, torch's own kernels take ten to twenty times as long (2.13, 100 x 48 x 84 elements).
     """
     if x_TE.dtype.itemsize > 2:
         return x_TE @ rows_FE.mT
@@ -203,19 +204,19 @@ def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int
 
 
 def squares_in_turn(x: Tensor) -> Tensor:
-    """The sum of squares as torch's kernel of a norm takes it: one after the other."""
+    """The sum of squares in the order of torch's norm kernel: one after the other."""
     size: Tensor = torch.linalg.vector_norm(x)
     return size.square()
 
 
 def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
-    """x.tensor_split(parts, dim), whose backward makes one gradient of x's size and not one for each part."""
+    """x.tensor_split(parts, dim), whose backward makes one gradient of x's size, not one for each part."""
     size, longer = divmod(x.shape[dim], parts)
     return torch.split(x, [size + 1] * longer + [size] * (parts - longer), dim)
 
 
 BAND = 4.0
-"""Epsilons of the run dtype by which the sums of some layers may err, in units of the tensor's rms."""
+"""How far the sum of a few layers may be wrong, in epsilons of the run dtype times the rms of the tensor."""
 
 
 class _Moved(torch.autograd.Function):
@@ -250,14 +251,14 @@ def measure_relu_flips(
 
 
 def flip_relus(case: Case, side: int) -> Arithmetic:
-    """Arithmetic with the kink of relu on this side (1, -1) of all that rounding may carry across it."""
+    """Arithmetic with the kink of relu moved to this side (1, -1) of all elements that rounding may carry across it."""
     return Arithmetic(activate=partial(_activate, place=side * BAND * torch.finfo(getattr(torch, case.dtype)).eps))
 
 
 def refuse_decisive(
     case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor], states: Mapping[str, Tensor] | None
 ) -> None:
-    """Raise CaseError where a relu that rounding flips may decide whether a step of this outcome is skipped."""
+    """Raise CaseError if a relu that rounding flips may decide whether a step of this outcome is skipped."""
     if case.scaler == "none" or case.activation != "relu":
         return
     for side in (1, -1):

@@ -31,7 +31,7 @@ Address = tuple[int, tuple[int, ...]]
 
 @dataclass(slots=True, kw_only=True)
 class Reach:
-    """Gradients of a step, met one after the other; `reference.training.reach` has arithmetic that meets terms.
+    """Records the gradients of a step as they are met; `reference.training.reach` has arithmetic that meets terms.
 
     `finite`: all parameters' gradients are. Sizes are of scaled gradients.
     """
@@ -47,15 +47,15 @@ class Reach:
     _sums: dict[Address, Tensor] = field(default_factory=dict)
 
     def meet_logits(self, gradient: Tensor) -> None:
-        """Count the gradient of a micro-batch's logits, held as it is by whoever has the logits."""
+        """Record the gradient of a micro-batch's logits, which a rank with the logits holds."""
         self._logits = max(self._logits, _size(gradient))
 
     def meet_inside(self, gradient: Tensor) -> None:
-        """Count a gradient inside the model, or sizes that no part of it exceeds."""
+        """Record a gradient inside the model, or bounds of its parts."""
         self._inside = max(self._inside, _size(gradient))
 
     def meet_input(self, x: Tensor, sizes: Tensor) -> None:
-        """Count the sizes of the terms of the gradient of x, which several linears may read."""
+        """Record the sizes of the terms of the gradient of x, which several linears may read."""
         self.meet_inside(_put(self._inputs, x, sizes))
 
     def meet_terms(self, parameter: Tensor, sizes: Tensor) -> None:
@@ -63,7 +63,9 @@ class Reach:
         _put(self._terms, parameter, sizes)
 
     def meet_sums(self, parameters: Mapping[str, Tensor]) -> None:
-        """Count the parameters' gradients, added up so far: the last micro-batch's are what came since."""
+        """Record the parameters' gradients, added up so far: what came since the last call is of
+        the last micro-batch.
+        """
         for name, parameter in parameters.items():
             assert parameter.grad is not None
             summed, address = parameter.grad.detach().clone(), _address(parameter)
@@ -74,7 +76,7 @@ class Reach:
             terms = self._terms.pop(address, None)
             if not self._is_widened(name):
                 self._add(address, part.abs() if terms is None or self._is_whole(name) else terms)
-        for address, terms in self._terms.items():  # of experts, which are views of their bank
+        for address, terms in self._terms.items():  # of experts, which are views of one tensor
             self._add(address, terms)
         self._terms.clear()
         self._inputs.clear()
@@ -88,20 +90,20 @@ class Reach:
 
     @property
     def least(self) -> float:
-        """Some tensor of float16 holds a number of at least this size."""
+        """Some tensor of float16 has a number of at least this size."""
         of_parameters = map(self._least_of, self._before)
         return max(self._logits, *of_parameters)
 
     @property
     def bound(self) -> float:
-        """A number that no element of the float16 tensors exceeds."""
+        """No element of the float16 tensors is larger than this."""
         case = self.case
         kept = 1 - max(case.dropout, case.attention_dropout)  # what a mask drops is scaled before it is dropped
         experts = max(1, case.top_k) if case.experts else 1  # a token's gradient is the sum of its experts'
         return max(self._logits, self._inside * experts / float(kept), *map(_size, self._sums.values()))
 
     def _least_of(self, name: str) -> float:
-        """A sum of n parts has a part that is at least an n-th of it."""
+        """The largest of n parts of a sum is at least an n-th of it."""
         case = self.case
         if case.grad_dtype == "model":
             return _size(self._before[name])
@@ -113,7 +115,7 @@ class Reach:
     def _is_whole(self, name: str) -> bool:
         """Whether one rank has all rows of a micro-batch from which this parameter's gradient comes, each once.
 
-        Context ranks, isp and dispatchers of experts share rows; with sequence parallelism column and row linears are
+        Context ranks, isp and dispatchers of experts share rows. With sequence parallelism column and row linears are
         gathered, and others are not. Heads are shared by all. A table is looked up, or read twice.
         """
         case, mode, parts = self.case, MODES[self.case.mode], name.split(".")
@@ -130,7 +132,7 @@ class Reach:
 
     @property
     def _adds_up(self) -> bool:
-        """Whether float16 holds sums of several micro-batches: of data ranks too where they share weights."""
+        """Whether float16 holds sums of several micro-batches, also over data ranks that share weights."""
         case = self.case
         return bool(case.grad_dtype == "model" or case.experts or MODES[case.mode].gathers_weights)
 

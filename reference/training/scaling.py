@@ -22,11 +22,11 @@ GROWTH_INTERVAL = 1000
 HYSTERESIS = 2
 _LARGEST = torch.finfo(torch.float16).max
 _UNIT = 2.0**-11
-"""Share of a number that float16 rounds off at most."""
+"""The largest relative error of rounding to float16."""
 
 
 class Reaching(Protocol):
-    """Sums of a step of which it is known how far their gradients reach."""
+    """The sums of a step, and the range of their gradients."""
 
     @property
     def reach(self) -> Reach:
@@ -39,7 +39,7 @@ _Sums = TypeVar("_Sums", bound=Reaching)
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """The scale of the coming step, with the finite steps in a row and the infinite ones that have been seen."""
+    """The scale of the coming step, and the finite and infinite steps in a row so far."""
 
     case: Case
     value: float
@@ -56,10 +56,10 @@ class LossScale:
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
     def run_step(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
-        """A step: its sums, the scale that they have, and whether it is skipped.
+        """A step: its sums, their scale, and whether it is skipped.
 
-        `exact`: they are in more than float16. In float16 another order of sums may have parts that overflow where no
-        others do. A power of two changes no digit, so such a step is computed at a smaller scale.
+        `exact`: the sums are computed in a wider dtype than float16. In float16 another order of sums may overflow in
+        parts where this one does not. A power of two changes no digit, so such a step is computed with a smaller scale.
         """
         sums = backward(self.value)
         if exact:
@@ -75,9 +75,9 @@ class LossScale:
         return sums, scale, False
 
     def _overflows(self, step: int, reach: Reach) -> bool:
-        """Whether the step is skipped, given how far its scaled gradients reach in more than float16.
+        """Whether the step is skipped, by the range of its scaled gradients in a wider dtype than float16.
 
-        Raises CaseError when they are neither surely outside of float16 nor surely inside.
+        Raises CaseError if they are neither surely outside of float16 nor surely inside.
         """
         if self.case.scaler == "none" or not reach.finite:  # which diverges
             return False
@@ -94,7 +94,7 @@ class LossScale:
         raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={max(1.0, legal)}")
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:
-        """Values of the step's scale in an outcome; nothing without a scaler."""
+        """Values of the step's scale in an outcome; empty without a scaler."""
         if self.case.scaler == "none":
             return {}
         return {f"loss_scale/{step}": torch.tensor(self.value), f"skipped/{step}": torch.tensor(int(skipped))}
@@ -122,7 +122,8 @@ class LossScale:
 
 
 def _roundings(case: Case) -> int:
-    """The most roundings in a row from the tokens to a gradient; each is of a share of _UNIT.
+    """The largest number of roundings in a row from the tokens to a gradient; each changes it by a share of _UNIT at
+    most.
 
     A block has 13 operations, forward and backward: norm, linear, heads' norm, rotation, scores, context, linear, sum;
     norm, linear, activation, linear, sum. Outside of blocks there are no more than in one. Up to four sums over ranks

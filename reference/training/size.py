@@ -1,6 +1,6 @@
 """How large a case is, from its words alone: what the dense model holds at once, and the data that it reads.
 
-Counts are elements of tensors, none of which is made; they are lower bounds, exact in what they name.
+Counts are elements of tensors, none of which is made. They are lower bounds, exact for the tensors that they name.
 """
 
 import math
@@ -19,7 +19,7 @@ _SIZES = ("layers", "seq", "batch", "micro", "steps", "dp", "vocab", "ffn", "hid
 
 
 def sizes_by_part(case: Case) -> dict[str, int]:
-    """Elements of the dense model by what they are."""
+    """Elements of the dense model by kind of tensor."""
     return {
         "weights and gradients": _COPIES * _weights(case),
         "attention": case.block_count * case.rows * case.heads * case.row_tokens**2,
@@ -34,14 +34,14 @@ def first_batch(case: Case) -> dict[str, int]:
 
 
 def word_of_size(case: Case, limit: int) -> tuple[str, int] | None:
-    """The word without which the case would have at most `limit` elements, and its usual value; None when it is no
-    single one.
+    """The word without which the case would have at most `limit` elements, and its usual value; None if there is no
+    such word.
     """
     usual = Case()
     for key in _SIZES:
         try:
             other = case.but(**{key: getattr(usual, key)})
-        except CaseError:  # another word needs this one to be as it is
+        except CaseError:  # another word needs this one as it is
             continue
         if sum(sizes_by_part(other).values()) <= limit:
             return key, getattr(usual, key)

@@ -44,12 +44,12 @@ from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
 
 LARGEST_STATES = 2**25
-"""Elements of all full states of a run above which an outcome leaves them out."""
+"""With more elements of all full states of a run, an outcome leaves them out."""
 _MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
 def holds_states(case: Case) -> bool:
-    """Whether an outcome of the case holds the states of training: not of a large model or of many steps."""
+    """Whether an outcome of the case has the states of training: not for a large model or many steps."""
     elements = sum(map(math.prod, shapes(case).values()))
     return case.steps * (1 + len(_MOMENTS[case.optimizer])) * elements <= LARGEST_STATES
 
@@ -64,7 +64,7 @@ def states_after(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (name in the outcome, parameter, a copy of the tensor) for the state after this step.
 
-    `updated` are the tensors that the optimizer steps, by the parameters' names, where they are others than these.
+    `updated` are the tensors that the optimizer steps, by the parameters' names, if they are not the parameters.
     """
     if not holds_states(case):
         return
@@ -80,7 +80,7 @@ def states_after(
 def saved_checkpoint(
     case: Case, outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """The content of the checkpoint that the case saves, as "saved/<name>" of an outcome; nothing without `save=`."""
+    """The content of the checkpoint that the case saves, as "saved/<name>" of an outcome; empty without `save=`."""
     if not case.save:
         return {}
     last = ("param/", *(f"{moment}_after/{case.steps - 1}/" for moment in _MOMENTS[case.optimizer]))
@@ -121,7 +121,7 @@ def load_state(
 
 
 LARGEST_LOGITS = 2**24
-"""Elements of the full logits of one step above which an outcome leaves them out."""
+"""With more elements of the full logits of one step, an outcome leaves them out."""
 WEIGHT_DECAY = 0.01
 
 
@@ -192,7 +192,7 @@ def train(
         if micro is not None:
             activations = _observed_activations(sums, scale.value / scaled, skipped=skipped)
         if skipped:
-            stepper.zero_grad()  # an optimizer leaves alone what has no gradient
+            stepper.zero_grad()  # an optimizer skips parameters without a gradient
         else:
             if step == 0:
                 outcome |= {f"grad/{name}": grad.clone() if case.clip > 0 else grad for name, grad in gradients.items()}

@@ -10,8 +10,8 @@ Shares of every micro-batch in a gradient are for a diagnosis: a wrong gradient 
 weights shows which micro-batches or data ranks it counts wrongly. All arithmetic is in float64.
 
 Cases that differ in how the work is split are equal to the dense model (`dense_case`). Masks and initial values that an
-implementation drew it must be given. The choices of a learned router are its own: from these follow the rows that ranks
-send.
+implementation draws must be given to it. It computes the choices of a learned router itself, from which the number of
+rows follows that ranks send.
 """
 
 import math
@@ -56,12 +56,12 @@ def dense_case(case: Case) -> Case:
 
 
 def list_given_kinds(case: Case) -> tuple[str, ...]:
-    """The kinds of names of an outcome that truth, control and relu flips take as given=, none where they know all."""
+    """The kinds of tensors that the implementation draws: truth, control and relu flips need these as `given`."""
     return (("mask",) if case.random == "stateful" else ()) + (("init",) if case.init == "shard" else ())
 
 
 def without_draws(case: Case) -> Case:
-    """A case whose truth has the same names and shapes, and knows all: the field in place of what ranks draw."""
+    """The case with the field in place of what ranks draw: its truth needs no `given`, and has the same shapes."""
     found = case.but(random="field") if case.random == "stateful" else case
     return found.but(init="field") if case.init == "shard" else found
 
@@ -100,7 +100,7 @@ def _router_choices(case: Case) -> Mapping[tuple[int, str], Tensor]:
 
 
 GROWN = 1000.0
-"""A loss this many times that of the first step (or 1, if that is more) has left what training can mean."""
+"""A loss this many times that of the first step (or 1, if that is more) has diverged."""
 _ROWS = 1024
 """Rows of a parameter that are looked at together."""
 _SLOWER = (0.1, 0.01, 0.001)
@@ -123,7 +123,7 @@ def first_diverged_step(case: Case, outcome: Mapping[str, Tensor]) -> int | None
 
 
 def refuse_divergence(case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor]) -> None:
-    """Raise CaseError when this outcome of dense training on these micro-batches, in float64, diverges."""
+    """Raise CaseError if this outcome of dense training in float64 diverges."""
     step = first_diverged_step(case, outcome)
     if step is None:
         return
@@ -146,9 +146,9 @@ def truth(
 ) -> dict[str, Tensor]:
     """Outcome and the activations of the `observed` step and micro-batch, with all arithmetic in float64.
 
-    `given`: what it must be given, by name (see reference.training.truth).
-    `states`: those that an implementation returned, from which every step begins (`reference.training.steps`). Without
-    them a case whose training leaves what can be judged raises CaseError (`refuse_divergence`).
+    `given`: what the implementation drew, by name (`list_given_kinds`).
+    `states`: the states that an implementation returned, from which every step begins (`reference.training.steps`).
+    Without them a case that diverges raises CaseError (`refuse_divergence`).
     """
     rounded = weights(case, device)
     outcome = train(case, rounded, dtype=torch.float64, states=states, observed=observed)
@@ -160,7 +160,7 @@ def truth(
 
 @takes_given
 def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Step 0 taken apart.
+    """The gradients and losses of step 0, micro-batch by micro-batch.
 
     grad/<parameter>   [dp, micro, ...]: the gradient of each micro-batch's summed loss over the tokens of the step
     loss               [dp, micro]: each one's summed loss over the tokens of the step

@@ -10,7 +10,7 @@ from shardproof.reports.printing.text import show_table
 
 
 def show_calls(text_of_case: str, name: str) -> None:
-    """Print what the subject of this name states. Raises RequestError where it states nothing or refuses the case."""
+    """Print what the subject of this name states. Raises RequestError if it states nothing or refuses the case."""
     subject = resolve_subject(name)
     case = case_of(text_of_case, subject)
     expected = getattr(subject.call, "expected", None)

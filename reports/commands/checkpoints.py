@@ -1,8 +1,8 @@
 """`shardproof checkpoint`: two checkpoints of any layouts, compared full tensor by full tensor; `shardproof slice`.
 
-Of checkpoint the exit status is 0 where every tensor agrees and 1 where one differs (six lines on the first). Without a
-whole checkpoint in a folder it is 2. slice prints what every rank holds of each tensor of a model, and a checkpoint cut
-and joined again. Ranges are first-last, both included. Both come from `parallel`, found by name as a subject is.
+The exit status of checkpoint is 0 if every tensor agrees, 1 if one differs (six lines on the first), and 2 if a folder
+holds no whole checkpoint. slice prints what every rank holds of each tensor of a model, or cuts and joins a checkpoint.
+Ranges are first-last, both included. Both commands belong to `parallel`, found by name as a subject is.
 """
 
 import argparse
@@ -26,9 +26,9 @@ COMPARE = "shardproof.parallel.checkpoints.comparing:compare"
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what agrees, and the first tensor that does not. Exit status 1 when any differs.
+    """Print what agrees, and the first tensor that does not. Exit status 1 if any differs.
 
-    Raises RequestError for what is no whole checkpoint.
+    Raises RequestError for an incomplete checkpoint.
     """
     compare: Any = resolve(COMPARE)
     try:
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def six_lines(difference: Any, a: str, b: str) -> str:
-    """First difference: where, by how much, the ranks that wrote it, why, and the command that repeats it."""
+    """The first difference: where, by how much, the ranks that wrote it, why, and the command that repeats it."""
     first = difference.first
     lines = {name: getattr(first, name) for name in ("what", "where", "error", "pieces")}
     repeat = f"shardproof checkpoint {shlex.join([a, b])} --tensor {shlex.quote(first.key)}"
@@ -69,7 +69,7 @@ CHECK = "shardproof.parallel.slicing.checkpoint:check"
 
 
 def slice_main(arguments: argparse.Namespace) -> int:
-    """Print the slices of one model. Exit status 1 when a checkpoint is not the same after cutting and joining it.
+    """Print the slices of one model. Exit status 1 if a checkpoint is not the same after cutting and joining it.
 
     Raises RequestError for words that describe no model.
     """
@@ -134,7 +134,7 @@ def held_table(text: str, path: str, frame: pd.DataFrame) -> Table:
 
 
 def _print_checked(checked: Any, files: Sequence[str], tp: int) -> int:
-    """Print the result of a checkpoint; returns the exit status."""
+    """Print the result of a checkpoint. Returns the exit status."""
     if checked is None:
         return 0
     found = pd.DataFrame(checked.times.items(), columns=["tensor", "cut and joined"])

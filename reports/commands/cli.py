@@ -51,7 +51,7 @@ _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """A wrong option is one line, like every wrong request."""
+    """A wrong option is reported in one line, like every wrong request."""
 
     def error(self, message: str) -> NoReturn:
         _print_error(f"{self.prog}: {message}; see {self.prog} --help")
@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the installed version; looked up only then."""
+    """Prints the installed version, which is looked up only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002  (argparse's name)
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -78,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if empty := _find_empty_option(parsed):
         _print_error(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
         return _WRONG_REQUEST
-    parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
+    parsed.isolated = arguments is None  # this process has not used autograd, so it can be forked
     try:
         with without_garbage_collection():
             from shardproof.reports.options.request import read_request  # noqa: PLC0415  (`--help` checks no option)
 
             parsed.request = read_request(parsed)
-            with interrupted_after():  # torch and pandas: once interrupted, they break whatever comes then
+            with interrupted_after():  # an interruption while torch or pandas is imported breaks what comes after
                 command = _import_command(parsed.command)
         status = command(parsed)
         sys.stdout.flush()
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return _NO_READER
-    except Exception as problem:  # a bug of ours, told as such: 1 would say that a check failed
+    except Exception as problem:  # a bug of ours, reported as such: 1 would mean that a check failed
         if isinstance(problem, OSError) and problem.errno in DISK_FAILED:
             where = problem.filename or "what it prints"
             _print_error(f"shardproof {parsed.command}: {where} cannot be written ({problem.strerror})")
@@ -110,20 +110,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Forget what is still buffered: Python would complain once more when it exits."""
+    """Forget buffered output, about which Python would complain once more when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _import_command(word: str) -> Callable[[argparse.Namespace], int]:
-    """Function of this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
+    """The function of this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
     module, _, function = COMMANDS[word].partition(":")
     found: Callable[[argparse.Namespace], int] = getattr(import_module(f"shardproof.reports.{module}"), function)
     return found
 
 
 def _print_error(message: str) -> None:
-    """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only there."""
-    with suppress(OSError):  # its disk may be full, too: the exit status remains
+    """Print the error on stderr. rich, which folds it in a terminal, is loaded only then."""
+    with suppress(OSError):  # its disk may be full too, and the exit status remains
         if sys.stderr.isatty():
             from shardproof.reports.printing.text import show_words  # noqa: PLC0415  (rich)
 
@@ -133,9 +133,9 @@ def _print_error(message: str) -> None:
 
 
 def _find_empty_option(parsed: argparse.Namespace) -> str:
-    """Option that was given as an empty word, as a shell does with an unset variable: it must choose nothing."""
+    """The option that was given as an empty word, as a shell does with an unset variable: it must choose nothing."""
     for name, value in vars(parsed).items():
-        if name == "program":  # the words of another command
+        if name == "program":  # the words of the recorded command
             continue
         words = value if isinstance(value, list) else [value]
         if any(isinstance(word, str) and not word.strip() for word in words):
@@ -144,7 +144,7 @@ def _find_empty_option(parsed: argparse.Namespace) -> str:
 
 
 def _build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of these words; of the options of all commands, or of `run` alone where that is the command."""
+    """The parser of these words: with the options of all commands, or of `run` alone if that is the command."""
     parser = _Parser(
         prog="shardproof",
         description="Proves that parallel training computes what the dense model does, and accounts for every byte.",

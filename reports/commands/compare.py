@@ -34,11 +34,11 @@ from shardproof.reports.printing.text import (
 from shardproof.reports.stored.frames import load
 
 _MOST_BREACHES = 3
-"""Breaches of one limit that are printed."""
+"""The most breaches of one limit that are printed."""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compare, print, and store a baseline where one is named."""
+    """Compare, print, and store a baseline if one is named."""
     if arguments.values:
         from shardproof.reports.commands.parity import compare_values  # noqa: PLC0415  (the harness's checks)
 
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _list_breaches(comparison: Comparison) -> Iterator[Failure]:
-    """What changed, as one failure, with the limits that are broken; at the first line that issues a changed event."""
+    """What changed, as one failure, with the broken limits, at the first line that issues a changed event."""
     if comparison.breaches:
         at = comparison.lines[0].rpartition(", at ")[2].partition(", ")[0] if comparison.lines else ""
         message = "\n".join((*comparison.changes, *_shorten_breaches(comparison)))
@@ -72,7 +72,7 @@ def _list_breaches(comparison: Comparison) -> Iterator[Failure]:
 
 
 def _write_report(comparison: Comparison, arguments: argparse.Namespace) -> None:
-    """The page, or the comment on a pull request, in a file or printed. Raises RequestError where it cannot be."""
+    """The page, or the comment on a pull request, in a file or printed. Raises RequestError if that is impossible."""
     text = render_comparison_comment(comparison) if arguments.markdown else render_comparison(comparison)
     write_report(text, arguments.output or "")
 
@@ -116,7 +116,7 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _shorten_breaches(comparison: Comparison) -> Iterator[str]:
-    """The breaches; of a limit that many events break the first ones, since the table has them all."""
+    """The breaches. If many events break one limit, only the first are listed, since the table has all."""
     by_limit: dict[str, list[str]] = {}
     for breach in comparison.breaches:
         by_limit.setdefault(breach.partition(": ")[0], []).append(breach)

@@ -1,8 +1,7 @@
 """`shardproof doctor`: what this machine offers, what would be skipped here, and why.
 
-`inspect_machine` looks, `judge_machine` turns what it saw into rows; nothing is started and nothing is changed.
-Anything missing or broken is a row: a package is imported where its row is made, and the row holds what the import
-raises.
+`inspect_machine` collects facts, `judge_machine` makes rows of them; nothing is started or changed. Anything missing or
+broken is a row: a package is imported when its row is made, and the row has the error of that import.
 """
 
 import argparse
@@ -26,28 +25,28 @@ PEERS = {
     "megatron-core": "skipped: tests that compare with Megatron-Core (extra `peers`)",
     "deepspeed": "a subject that imports it cannot run here",
 }
-"""Other implementations, and what follows when one is not installed."""
+"""Other implementations, and the consequence of a missing one."""
 CHECKOUTS = {"PICOTRON": "picotron", "NANOTRON": "nanotron", "INTERNEVO": "InternEvo"}
-"""Variables that name checkouts, and the systems that are imported from there."""
+"""Variables that name checkouts, and the systems that are imported from them."""
 POOL = {
     "gloo": "--engine pool runs ranks as processes, which are kept and compared call by call",
     "nccl": "--engine pool --device cuda does so with a GPU a rank",
 }
-"""Use of a backend that is there."""
+"""What an available backend is used for."""
 _PROFILED = "`run --profile nsys` rebuilds the ledger from its database; tests of it run"
 _UNPROFILED = (
     "no Nsight Systems timelines: with `run --profile nsys` alone every case is unknown (exit status 1), beside torch "
     "a note says so; tests of it are skipped (.ci/nsys)"
 )
 Row = tuple[str, str, str, str]
-"""Subject, found, "yes" or "no", and what follows from it."""
+"""Subject, found, "yes" or "no", and the consequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Facts of a machine: versions as text, "" for what is not installed.
 
-    `problems`: what could not be looked at -> the error; `torch_note` says whether this torch was tested.
+    `problems`: what could not be inspected -> the error; `torch_note` says whether this torch was tested.
     """
 
     python: str
@@ -66,10 +65,10 @@ class Machine:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; exit status 0, for a machine without a GPU is no error."""
-    del arguments  # every command takes them; this one has none
+    del arguments  # an option of every command, without effect here
     words = {"title": "This machine", "headers": ("what", "found", "usable", "what follows")}
     rows, note = judge_machine(inspect_machine())
-    try:  # tables need pandas, and terminals rich: what may be what is missing
+    try:  # tables need pandas, and terminals rich, which may be missing themselves
         tables, text = (
             import_module("shardproof.reports.printing.text_tables"),
             import_module("shardproof.reports.printing.text"),
@@ -89,7 +88,7 @@ def inspect_machine() -> Machine:
             return ask()
         except KeyboardInterrupt:
             raise
-        except BaseException as problem:  # whatever a broken package raises when it is imported, sys.exit too
+        except BaseException as problem:  # importing a broken package may raise anything, sys.exit too
             problems.setdefault(what, error_text(problem))
             return otherwise
 
@@ -115,14 +114,14 @@ def inspect_machine() -> Machine:
 def _torch_note(version: str) -> str:
     from shardproof.harness.torch_internals import lookup  # noqa: PLC0415  (where torch is missing, a problem of its row)
 
-    import_module("shardproof.harness.torch_internals.autograd")  # a torch that is there in part shows
+    import_module("shardproof.harness.torch_internals.autograd")  # torch may be installed in part
     if _parse_release(version) < lookup.TESTED[0]:
         return f"too old: {lookup.untested_note(version)}"
     return lookup.untested_note(version) or f"tested with {lookup.tested_span()}"
 
 
 def _is_tool_listening() -> bool:
-    """Whether a tool listens: without one, nvtx hands out a domain that does nothing."""
+    """Whether a profiler listens: without one, nvtx gives out a domain that does nothing."""
     return type(import_module("nvtx").get_domain("shardproof")).__name__ != "DummyDomain"
 
 
@@ -147,7 +146,7 @@ def _installed_version(package: str) -> str:
 
 
 def judge_machine(machine: Machine) -> tuple[tuple[Row, ...], str]:
-    """Judge each thing that matters, in a row: is it there, and what follows. Then the line below the rows."""
+    """A row for each thing that matters: is it there, and the consequence. Then the line below the rows."""
     rows = (*_judge_base(machine), *_judge_devices(machine), *_judge_tools(machine))
     missing = sum(there == "no" for _, _, there, _ in rows)
     note = f"{missing} of {len(rows)} are not here; `shardproof run` needs python, torch, nvtx and packages, and no GPU"

@@ -30,7 +30,7 @@ Amounts = tuple[tuple[int, int | None], ...]
 
 
 class Line(NamedTuple):
-    """A term, and what each rank did where ranks differ: "" where they do not."""
+    """A term, and what each rank did if ranks differ, else ""."""
 
     term: Term
     differ: str = ""
@@ -57,7 +57,7 @@ def _choose_case(run: Run, text: str) -> str:
         if len(cases) == 1:
             return cases[0]
         raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quote_cases(cases)}")
-    own = "words" in run.cases  # in words of a subject's own, which are read by it alone
+    own = "words" in run.cases  # only the subject itself can read its own words
     for case in cases:
         if {*case.split()} == {*text.split()} or (not own and _canonical_text(case) == _canonical_text(text)):
             return case
@@ -65,7 +65,7 @@ def _choose_case(run: Run, text: str) -> str:
 
 
 def _canonical_text(text: str) -> str:
-    """The text of the case of our decoder that is written so; any other text as it is."""
+    """The canonical text of a case of our decoder; any other text as it is."""
     try:
         return case_text(read_case(text))
     except RequestError:
@@ -84,7 +84,7 @@ def lines_of_terms(run: Run, case: str, *, short: bool = False) -> list[Line]:
     """
     events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
     ranks, axes = _ranks_that_ran(run, case, events), dict[str, Any]()
-    with suppress(RequestError):  # of somebody else's cases no mesh is known
+    with suppress(RequestError):  # the mesh of other subjects' cases is not known
         axes |= read_case(case).axes
     unknown = _unknown_columns(run)
     names = [name for name in (_SHORT if short else _SIZED) if name not in unknown]
@@ -105,14 +105,14 @@ def lines_of_terms(run: Run, case: str, *, short: bool = False) -> list[Line]:
 
 
 def _unknown_columns(run: Run) -> set[str]:
-    """Columns that the traces of a run do not know for every call; their modules are no paths in a model."""
+    """Columns that are unknown for some calls of traces, and `region`: modules in traces are no paths in a model."""
     return {"region", *run.env.get("unknown", {}).get("columns", ())} if "source" in run.env else set()
 
 
 def _by_place(
     fields: dict[str, Any], sizes: Sequence[tuple[Any, pd.DataFrame]], ranks: Sequence[int], axes: Axes
 ) -> list[Line]:
-    """Terms at the places of the first axis whose places alone decide what a rank did; none when there is none."""
+    """Terms by place on the first axis on which alone it depends what a rank did; empty if there is no such axis."""
     for axis, lists in axes.items():
         places = [next(one.index(rank) for one in lists if rank in one) for rank in ranks]
         found = []
@@ -134,7 +134,7 @@ def _by_place(
 
 
 def _ranks_that_ran(run: Run, case: str, events: pd.DataFrame) -> list[int]:
-    """The ranks that were run: a dry run and traces have some, and those that issue nothing have no events."""
+    """The ranks of a case. Of a dry run or of traces, which may have some ranks only, those with events."""
     if run.env.get("request", {}).get("engine") == "dry" or "source" in run.env:
         return sorted(set(events["rank"]))
     return list(range(int(run.cases.loc[run.cases["case"] == case, "world_size"].iloc[0])))
@@ -171,7 +171,7 @@ def _sum_term(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) ->
 
 def write_terms(case: str, run: str, found: Sequence[Line]) -> str:
     """The terms as Python that can be pasted: a function that states them for this case."""
-    plain = case.startswith("mode=") and " " not in case  # its text as a case is empty
+    plain = case.startswith("mode=") and " " not in case  # the case with default words has the empty text
     other = f'not in ("", {json.dumps(case)})' if plain else f"!= {json.dumps(case)}"
     lines = []
     for term, differ in found:

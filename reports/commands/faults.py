@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _write_scripts(name: str, folder: str, *, field: bool) -> int:
-    """Write a script for each bug that a script can show, and a line. Exit status 1 when there is none."""
+    """Write a script for each bug that a script can show, and print a line. Exit status 1 if there is none."""
     scripts: Any = resolve(_SCRIPTS)
     bugs, written = scripts(name, field=field), 0
     with check_writing(folder):
@@ -88,7 +88,9 @@ def _write_scripts(name: str, folder: str, *, field: bool) -> int:
 
 
 def _write_rows(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
-    """All rows, each written before the next one is waited for: the matrix, and beside it what every row rests on."""
+    """All rows, each written before the next one is waited for: to the matrix, and with its
+    evidence to another file.
+    """
     done: list[Any] = []
     with (
         show_progress(sys.stderr) as tick,
@@ -183,7 +185,7 @@ def show_matrix(folder: Path, stream: TextIO) -> None:
 
 
 def matrix_table(rows: Sequence[Kill]) -> Table:
-    """Table of mutants, faults and variants: the modes of each, who killed it in all of them, how soon."""
+    """Table of mutants, faults and variants: the modes of each, what killed it in all of them, how soon."""
     by_name: dict[tuple[str, str], list[Kill]] = {}
     for row in rows:
         by_name.setdefault((row.kind, row.name), []).append(row)
@@ -204,7 +206,7 @@ def _line_of_table(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...
 
 
 def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
-    """Table of checks: rows that each kills, rows that nothing else kills, and one of these."""
+    """Table of checks: the rows that each kills, the rows that it alone kills, and one of these."""
     return Table(
         title="What every check is for",
         headers=("check", "kills", "alone", "for example"),
@@ -220,7 +222,7 @@ def _split_rows(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
 
 
 def figure_tables(rows: Sequence[Kill]) -> list[Table]:
-    """The figures of the open rows and those of the held-back ones, each when there are such rows."""
+    """The figures of open rows and of held-back rows, as far as there are such rows."""
     open_rows, held_rows = _split_rows(rows)
     tables = [figure_table(figures(open_rows))] if open_rows or not held_rows else []
     return tables + ([figure_table(figures(held_rows), title="Figures of the held-back mutants")] if held_rows else [])

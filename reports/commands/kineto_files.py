@@ -1,9 +1,9 @@
-"""Writes a run as the torch profiler's files (Kineto), one a rank, for HolisticTraceAnalysis and TraceLens.
+"""Writes a run as files of the torch profiler (Kineto), one for each rank, for HolisticTraceAnalysis and TraceLens.
 
-A call is a `record_param_comms` row with the fields that torch gives it. Where times were measured it also is a kernel
-row, since these tools read kernels alone. Its name says what time it is: that of the call on the host, or, of traces
-that were read, that of its kernels, which stand where the host issued it. Computation is a kernel row too where it was
-measured, in the stages of a pipeline on processes, without the calls that were waited for meanwhile. Microseconds.
+A call is a `record_param_comms` row with torch's fields. If times were measured it is also a kernel row, since these
+tools read kernels alone. The name says which time it is: that of the call on the host or, from traces, that of its
+kernels, which are placed where the host issued it. Computation is a kernel row too if it was measured, in the stages of
+a pipeline on processes, without the calls that were waited for meanwhile. Microseconds.
 """
 
 import json
@@ -28,7 +28,7 @@ _NAMES = {
     "reduce_scatter": "_reduce_scatter_base",
     "all_to_all": "all_to_all",
 }
-"""torch's `Collective name` of an op, where it is another word."""
+"""torch's `Collective name` of an op, if it differs."""
 _DTYPES = {
     "float64": "Double",
     "float32": "Float",
@@ -47,19 +47,21 @@ _BYTE = "Byte"
 _HOST, _COMPUTE, _FIRST_STREAM = 1, 7, 8
 """The thread of the rows of calls, the stream of computation, and the first one of communication."""
 _FIRST_ID = 2**31
-"""HTA 0.5.0 holds the places of rows in the smallest dtype that the ids of kernels have, so these must not be small."""
+"""HTA 0.5.0 stores the places of rows in the smallest dtype that fits the ids of kernels, so these
+must not be small.
+"""
 _BEFORE_US = 0.001
-"""The smallest time that is written."""
+"""The shortest time that is written."""
 _CALLS, _KERNELS = "host time of the call", "time of its kernels, where the host issued it"
 UNEVEN = "`Out msg nelems` of an all_to_all is what the rank sends: the ledger does not have what it receives"
 Row = dict[str, Any]
 
 
 def write_kineto(run: Run, folder: Path) -> list[str]:
-    """Write `rank<r>.json` of every rank, of several cases in a folder each; returns what the files do not tell."""
+    """Write `rank<r>.json` of every rank, in a folder for each of several cases. Returns what the files lack."""
     cases = list(run.ledger["case"].unique())
     untimed, clock = 0, _KERNELS if run.env.get("source") else _CALLS
-    dry = run.env.get("request", {}).get("engine") == "dry"  # which moves nothing: its times are no call's
+    dry = run.env.get("request", {}).get("engine") == "dry"  # it moves nothing, so its times are not those of a call
     for number, case in enumerate(cases, 1):
         events = run.ledger[run.ledger["case"] == case].astype(dict.fromkeys(("op", "axis", "phase"), "str"))
         spans = run.spans[run.spans["case"] == case]
@@ -88,9 +90,9 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
 
 
 def add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
-    """The events with the duration of asynchronous calls up to their wait, where that was measured.
+    """The events, with the duration of asynchronous calls up to their wait if it was measured.
 
-    A trace may not know when an event began: its order it knows.
+    A trace may not know when an event began, but it knows the order.
     """
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     events = events.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
@@ -100,11 +102,13 @@ def add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
 
 
 class _Groups:
-    """The groups of a case, numbered over all ranks as torch names them; of unknown ranks the axis is the name."""
+    """The groups of a case, numbered over all ranks as torch names them; the axis is the name if
+    the ranks are unknown.
+    """
 
     def __init__(self, run: Run, case: str, events: pd.DataFrame) -> None:
         axes: Axes = {}
-        with suppress(RequestError):  # of somebody else's cases no mesh is known
+        with suppress(RequestError):  # the mesh of other subjects' cases is not known
             axes = {} if is_recording(run.path) else read_case(case).axes
         self._of: dict[tuple[int, str], tuple[int, ...]] = {}
         if is_recording(run.path):
@@ -126,7 +130,7 @@ class _Groups:
         self.names = {group: str(number) for number, group in enumerate(sorted(known))}
 
     def fields(self, rank: int, axis: str, size: int) -> Row:
-        """What torch says of a group in a call's row."""
+        """torch's fields of a group in a call's row."""
         ranks = self._of.get((rank, axis), ())
         name = self.names.get((ranks, axis))
         known: Row = {"Process Group Ranks": str(list(ranks))} if name is not None else {}
@@ -145,12 +149,12 @@ def _phase_rows(events: pd.DataFrame) -> Iterator[Row]:
     for phase, start, end in _find_stretches(events, ["step", "microbatch", "phase"]):
         if phase == UNKNOWN:
             continue
-        word = "optimizer step" if phase == "step" else phase  # programs call a whole step so
+        word = "optimizer step" if phase == "step" else phase  # the name of a whole step in programs
         yield _make_row(f"## {word} ##", "user_annotation", _HOST, start, end)
 
 
 def _find_stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[Any, float, float]]:
-    """The values of the last level, each until just before the next change of one; the last one ends with all calls."""
+    """The values of the last level, each until just before the next change; the last one until the end of all calls."""
     changes = (events[levels] != events[levels].shift()).any(axis=1)
     starts = [float(start) for start in events.loc[changes, "start_us"]]
     last_us = float((events["start_us"] + events["duration_us"]).max()) + 1.0
@@ -159,9 +163,9 @@ def _find_stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[A
 
 
 def _call_rows(events: pd.DataFrame, groups: _Groups, clock: str) -> Iterator[Row]:
-    """The rows of calls, which last no time: how long issuing them took was not measured; and their kernels.
+    """The rows of calls, and their kernels. The rows last no time, since issuing was not measured.
 
-    `clock` says in the names of kernels what their time is.
+    `clock` says in the names of kernels which time theirs is.
     """
     free_us: list[float] = []
     for number, event in enumerate(events.to_dict("records"), _FIRST_ID):
@@ -182,7 +186,7 @@ def _call_rows(events: pd.DataFrame, groups: _Groups, clock: str) -> Iterator[Ro
 
 
 def _payload_fields(event: Mapping[Any, Any]) -> Row:
-    """torch's fields of the payload. A payload of several dtypes is told in bytes, an unknown one not at all."""
+    """torch's fields of the payload. With several dtypes it is in bytes; an unknown one is left out."""
     op = str(event["op"])
     told = {"Collective name": OTHER if op == OTHER else _NAMES.get(op, op)}
     if pd.isna(event["payload_bytes"]):
@@ -213,7 +217,7 @@ def _computation_rows(events: pd.DataFrame, spans: pd.DataFrame) -> Iterator[Row
 
 
 def _make_row(name: str, category: str, track: int, start_us: float, end_us: float, **args: Any) -> Row:
-    """A row; its first keys are in torch's order, by which readers that stream find them."""
+    """A row. Its first keys are in torch's order, which streaming readers need."""
     start, end = round(start_us, 3), round(end_us, 3)
     spent = round(end - start, 3)
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": track, "ts": start, "dur": spent, "args": args}

@@ -1,7 +1,7 @@
-"""`shardproof names`: the names, shapes and dtypes that the truth of a case has, by kind, in the order of computation.
+"""`shardproof names`: the names, shapes and dtypes of a case's truth, by kind, in the order of computation.
 
-They are those of the outcome that the truth returns for this very case, so the truth is computed once. Values that
-ranks draw and the truth is given (random=stateful, init=shard) are the field here, of the same names and shapes.
+They come from the outcome of the truth for this case, so the truth is computed once. Values that ranks draw and pass to
+the truth (random=stateful, init=shard) are taken from the field here, with the same names and shapes.
 """
 
 import argparse
@@ -47,7 +47,7 @@ RULE = (
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the names of the truth of a case. Exit status 0; raises RequestError when it cannot be computed."""
+    """Print the names of the truth of a case. Exit status 0; raises RequestError if it cannot be computed."""
     subject = resolve_subject(arguments.subject, arguments.truth or "")
     case = case_of(" ".join(arguments.case), subject)
     admit((case,), "inproc")
@@ -59,9 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def names_of_truth(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
-    """The outcome of the truth that this subject is compared with, in the order in which training computes it.
+    """The outcome of the truth of this subject, in the order of training.
 
-    Raises RequestError when the truth cannot be computed.
+    Raises RequestError if the truth cannot be computed.
     """
     with engine_named("inproc") as engine:
         reference = reference_of(subject, engine)
@@ -73,7 +73,7 @@ def names_of_truth(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor
 
 
 def tables_of_names(truth: Mapping[str, Tensor]) -> list[Table]:
-    """Tables by kind; names that differ in the step alone are one row, the first and the last of them."""
+    """Tables by kind. Names that differ in the step alone share a row, with the first and the last of them."""
     rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name, tensor in truth.items():
         kind, *path = name.split("/")

@@ -43,7 +43,7 @@ def compare_values(arguments: argparse.Namespace) -> int:
 
 
 def _folder_words(arguments: argparse.Namespace) -> list[str]:
-    """Where run folders go, where that was asked for."""
+    """Where run folders go, if that was requested."""
     return ["--out", arguments.out] if arguments.out != "runs" else []
 
 

@@ -1,6 +1,6 @@
-"""`shardproof read`: traces of a job as a run folder, shown, and held against the layout that was meant.
+"""`shardproof read`: reads traces of a job as a run folder, shows it, and compares it with the intended layout.
 
-Exit status: 0; 1 when the calls are not those of the closed form; 2 for what is no trace, or a wrong request.
+Exit status: 0; 1 if the calls are not those of the closed form; 2 for files without traces, or a wrong request.
 """
 
 import argparse

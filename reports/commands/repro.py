@@ -1,4 +1,4 @@
-"""`shardproof run --emit-repro`: the first failure of a run, shrunk, as a script of its own."""
+"""`shardproof run --emit-repro`: the first failure of a run, made small, as a script."""
 
 import dataclasses
 from pathlib import Path
@@ -26,15 +26,15 @@ def with_script(result: RunResult, request: Request, file: str) -> RunResult:
     except KeyboardInterrupt:
         note = f"{file} was not written: interrupted"
         result = dataclasses.replace(result, exit_status=INTERRUPTED)
-    except Exception as problem:  # the verdicts are there: a subject that raises while it is shrunk takes none along
+    except Exception as problem:  # an error of the subject while it is shrunk must not lose the verdicts
         note = f"{file} was not written: {type(problem).__name__}: {problem}"
     return dataclasses.replace(result, notes=(*result.notes, note))
 
 
 def _write_script(result: RunResult, request: Request, file: str) -> str:
-    """Write the script; returns one line that names it, or why it was not written.
+    """Write the script. Returns a line that names it, or says why it was not written.
 
-    The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
+    The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError if the file
     cannot be written.
     """
     failed = {one.case: one.failure and one.failure.when for one in result.verdicts if one.verdict == FAIL}

@@ -36,19 +36,19 @@ from shardproof.reports.stored.unchecked import unchecked_notes
 
 
 def load_with_page(folder: Path) -> tuple[Run, str]:
-    """A run folder as it was read, and why its page could not be written, "" where it was."""
+    """Read a run folder and write its page. Returns the run, and why the page could not be written ("" if it was)."""
     run = load(folder)
     return run, write_page(run)
 
 
 def write_page(run: Run) -> str:
-    """Write the page of a run into its folder. Returns why not, where that cannot be: the run is not lost."""
+    """Write the page of a run into its folder. Returns why that failed, "" if it did not: no error ends the run."""
     path = run.path / "report.html"
     try:
         page.write_page(run, path)
     except OSError as problem:
         with suppress(OSError):
-            path.unlink(missing_ok=True)  # half of it
+            path.unlink(missing_ok=True)  # a half-written page
         reason = problem.strerror or str(problem)
         return f"report.html was not written ({reason}); `shardproof page RUN -o FILE` writes it elsewhere"
     return ""
@@ -80,7 +80,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
 
 
 def _list_failures(run: Run) -> Iterator[Failure]:
-    """Every first wrong place: where its first call is, or else the subject, the check and its case, and the lines."""
+    """Each first wrong place: file and line of its first call or else of the subject, check and case, and its lines."""
     if (run.verdicts["verdict"] == FAIL).any():
         for bug in bugs_of_run(simplest_first(run)):
             one = bug.verdict
@@ -90,7 +90,7 @@ def _list_failures(run: Run) -> Iterator[Failure]:
 
 
 def _place_of_subject(run: Run) -> str:
-    """File and line of the subject, "file:line"; "" where it is not to be had."""
+    """File and line of the subject, "file:line"; "" if they are unknown."""
     try:
         call = resolve(str(run.env.get("request", {}).get("subject")))
         code = getattr(inspect.unwrap(call if inspect.isfunction(call) else type(call).__call__), "__code__", None)

@@ -21,7 +21,7 @@ from shardproof.reports.stored.unchecked import unchecked_notes
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the tables of a run, or of a kill matrix; exit status 0 when it could be read, whatever its verdicts."""
+    """Print the tables of a run, or of a kill matrix. Exit status 0 if it could be read, whatever its verdicts."""
     if is_matrix(folder := run_folder(arguments.run)):
         show_matrix(folder, sys.stdout)
     else:
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
 def page_main(arguments: argparse.Namespace) -> int:
     """Write the page of a run and print where it is; with `markdown` print or write a comment of it.
 
-    Raises RequestError when the file cannot be written.
+    Raises RequestError if the file cannot be written.
     """
     with show_busy(f"drawing {arguments.run}", sys.stderr):
         run = load(arguments.run)
@@ -44,7 +44,7 @@ def page_main(arguments: argparse.Namespace) -> int:
 
 
 def show_run(run: Run, stream: TextIO) -> None:
-    """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
+    """Headline, traffic beside its expectation, break-even if the run has one, failures, notes."""
     if is_recording(run.path):
         _show_program(run, stream)
         return
@@ -68,7 +68,7 @@ def show_run(run: Run, stream: TextIO) -> None:
 
 
 def _show_program(run: Run, stream: TextIO) -> None:
-    """A recorded program: what it did, what is worth knowing, notes."""
+    """A recorded program: what it did, findings, notes."""
     for table in (programs.overview_table(run), *programs.tables_of_program(run)):
         show_table(table, stream)
     for finding in figures.list_findings(run):

@@ -1,13 +1,14 @@
-"""`shardproof trace`: a run as Chrome/Perfetto JSON (ui.perfetto.dev, chrome://tracing), one process a rank.
+"""`shardproof trace`: a run as Chrome/Perfetto JSON (ui.perfetto.dev, chrome:
 
-`--kineto` writes a file a rank, as the torch profiler does (reports.commands.kineto_files).
+tracing), one process for each rank.
 
-Tracks of a process are "program", where cases, steps, micro-batches and phases enclose each other, and one for each
-stream of calls. Calls that are waited for at once share "calls <axis>", asynchronous ones have "async <axis>".
-Overlapping calls of a stream get a second lane, for slices of a track must not cross. A rank of a pipeline on real
-processes has a track "stage" too: its forwards and backwards, and when it waits between them. There an asynchronous
-call lasts until its rank waits for it, so that overlap is seen. Counters add up the bytes sent by axis. Cases follow
-each other in the order of the run. Times are microseconds, as the format wants them.
+`--kineto` writes a file for each rank, as the torch profiler does (reports.commands.kineto_files). A process has the
+track "program", in which cases, steps, micro-batches and phases are nested, and one track for each stream of calls.
+Calls that are waited for at once share "calls <axis>", asynchronous ones have "async <axis>". Overlapping calls of a
+stream get a second lane, since slices of a track must not cross. A rank of a pipeline on real processes also has a
+track "stage": its forwards and backwards, and its waiting between them. There an asynchronous call lasts until its rank
+waits for it, so that overlap is visible. Counters add up the bytes sent by axis. Cases follow each other in the order
+of the run. Times are microseconds, as the format demands.
 """
 
 import argparse
@@ -36,7 +37,7 @@ Slice = dict[str, Any]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the trace of a run and print where it is. Raises RequestError when it cannot be written."""
+    """Write the trace of a run and print where it is. Raises RequestError if it cannot be written."""
     run = load(arguments.run)
     usual, readers = ("kineto", "HTA and TraceLens") if arguments.kineto else ("trace.json", "ui.perfetto.dev")
     target = Path(arguments.output) if arguments.output else run.path / usual
@@ -53,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def write_trace(run: Run, path: Path) -> Path:
-    """Write the trace of this run, packed when the name ends in .gz, and return its path."""
+    """Write the trace of this run, compressed if the name ends in .gz, and return its path."""
     with cast(TextIO, gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w", encoding="utf-8")) as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ')
         file.write(json.dumps({"run": run.path.resolve().name, "notes": list(run.notes), "env": run.env}))
@@ -84,7 +85,7 @@ def trace_events(run: Run) -> Iterator[Slice]:
 
 
 def _in_a_row(ledger: pd.DataFrame, spans: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Both with the cases one after another: times over the whole run, case_start_us in the ledger.
+    """Ledger and spans with the cases one after another: times over the whole run, case_start_us in the ledger.
 
     An asynchronous call of unknown duration lasts as long as its span.
     """
@@ -115,7 +116,7 @@ def _make_slice(pid: int, tid: int, name: str, category: str, start_us: float, e
 
 
 def _program_slices(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
-    """Cases, steps, micro-batches and phases: each lasts until the next one of its kind begins."""
+    """Cases, steps, micro-batches and phases. Each lasts until the next one of its kind begins."""
     levels = ("case", "step", "microbatch", "phase")
     words = {"case": "{}", "step": "step {}", "microbatch": "micro-batch {}", "phase": "{}"}
     for _, of_case in events.groupby("case", sort=False):
@@ -131,7 +132,7 @@ def _program_slices(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
 
 
 def _computation_slices(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
-    """Forwards and backwards, and between those of a step the time in which the rank waits."""
+    """Forwards and backwards, and the time between those of a step, in which the rank waits."""
     for _, of_step in spans.sort_values("start_us", kind="stable").groupby(["case", "step"], sort=False):
         tid = tracks.setdefault("stage", len(tracks) + 1)
         ended_us = math.inf
@@ -144,7 +145,7 @@ def _computation_slices(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -
 
 
 def _call_slices(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
-    """Every event as a slice; `tracks` fills up with the names of the tracks that they lie on."""
+    """Every event as a slice; adds the names of its tracks to `tracks`."""
     free_us: dict[str, float] = {}
     names = [*_COLUMNS, *_MORE_COLUMNS, "start_us", "duration_us"]
     for row in events.sort_values("start_us", kind="stable")[names].itertuples(index=False, name=None):
@@ -154,7 +155,7 @@ def _call_slices(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iter
         lane = 1
         while free_us.get(track := stream if lane == 1 else f"{stream} ({lane})", start_us) > start_us:
             lane += 1
-        # Rounded as it is written: a slice must not begin before the one before it ends.
+        # Rounded as it is written, since a slice must not begin before the end of the one before it.
         free_us[track] = round(start_us + spent_us, 3) + 0.001
         tid = tracks.setdefault(track, len(tracks) + 1)
         name = f"{event['op']} {event['region']}".strip()

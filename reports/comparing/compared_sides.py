@@ -6,7 +6,7 @@ memory:N  memory:P%                                 what autograd holds may grow
 time:P%     no phase is slower by more, beside the other phases of its run (reports.comparing.intervals)
 wall:P%     no phase is slower by more as the clock says, however busy the machine was
 
-A phase is slower by more when its ratio is, and its interval says that it is slower at all.
+A phase breaks its limit when its ratio does, and the low end of the interval of the ratio is above 1.
 """
 
 import re
@@ -115,7 +115,7 @@ def _find_growth(limit: Limit, frame: "pd.DataFrame", column: str, unit: str) ->
 
 def _find_slowdown(limit: Limit, times: "pd.DataFrame") -> Iterator[str]:
     ratio, low = ("ratio", "low") if limit.what == "time" else ("clock_ratio", "clock_low")
-    # Where both measures say so, "elapsed" knows the module: a rank whose turn is late stands in the call before.
+    # If both measures are slow, "elapsed" comes first: it names the module. Time in calls includes waiting for others.
     slow = times[(times[ratio] > 1 + limit.amount) & (times[low] > 1)].sort_values("measure", kind="stable")
     for row in slow.drop_duplicates(["mode", "phase"]).to_dict("records"):
         beside = f" beside {row['beside']}" if limit.what == "time" and row["beside"] else ""
@@ -129,7 +129,7 @@ MARK = "baseline.json"
 
 
 def is_trace(name: str) -> bool:
-    """Whether a side is named by the file of a trace, and not by a file of a run folder."""
+    """Whether the name of a side is a trace file that lies outside of run folders."""
     with guard_looking(name):
         in_a_run = (Path(name).parent / "env.json").is_file()
         return name.endswith(SUFFIXES) and Path(name).is_file() and not in_a_run
@@ -142,7 +142,7 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
     """
     path, stored = Path(name), Path(folder) / name
     with guard_looking(name):
-        if not path.is_dir() and _is_legal_limit(name) and (stored / MARK).is_file():
+        if not path.is_dir() and _is_legal_name(name) and (stored / MARK).is_file():
             path = stored
         there, kept = path.is_dir(), (path / MARK).is_file()
         refuse_file(path)
@@ -156,11 +156,11 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Raise RequestError unless a baseline can be called so."""
-    if not _is_legal_limit(name):
+    """Raise RequestError unless a baseline may have this name."""
+    if not _is_legal_name(name):
         rule = "must be a name of at most 100 letters, digits, dots, dashes"
         raise RequestError(f"baseline={shorten_path(name)}: {rule}; legal: main")
 
 
-def _is_legal_limit(name: str) -> bool:
+def _is_legal_name(name: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name))

@@ -34,9 +34,9 @@ def traffic_change_table(comparison: Comparison) -> Table:
 
 
 def events_table(folded: pd.DataFrame) -> Table:
-    """Every event that is new, gone, changed or moved, all layers in one row; from `fold_changes`.
+    """Every event that is new, gone, changed or moved, with all layers in one row; from `fold_changes`.
 
-    Ranks, steps and micro-batches that all rows share stand in the note.
+    Ranks, steps and micro-batches that all rows have in common are in the note.
     """
     several = folded["mode"].nunique() > 1
     spans = {"ranks": "ranks", "steps": "steps", "microbatches": "micro-batches"}
@@ -76,7 +76,7 @@ def _text_of_growth(old: int, now: int, write: Callable[[object], str]) -> str:
 
 
 def describe_equal_times(times: pd.DataFrame) -> str:
-    """A sentence where times show nothing; "" where a phase is slower or faster."""
+    """A sentence if times show nothing; "" if a phase is slower or faster."""
     if times["change"].isin(["slower", "faster"]).any():
         return ""
     judged = times[times["change"] != "too few"]

@@ -75,21 +75,22 @@ def _find_reasons(rows: pd.DataFrame, base: pd.DataFrame, new: pd.DataFrame) -> 
     for column, (one, many) in _UNITS.items():
         old, now = (_numbers(events[column]) for events in (base, new))
         for kind, numbers, way in (("new", now - old, "more"), ("gone", old - now, "fewer")):
-            if not (numbers and (old if kind == "new" else now)):  # without calls on one side nothing is "more"
+            # A side without calls has no steps or micro-batches of which the other one has more.
+            if not (numbers and (old if kind == "new" else now)):
                 continue
             inside = rows["kind"].eq(kind) & rows[column].map(lambda text, of=numbers: {*parse_span(text)} <= of)
             if inside.any():
                 added = True
                 rows = rows[~inside]
                 yield f"{'one' if len(numbers) == 1 else len(numbers)} {way} {one if len(numbers) == 1 else many}"
-    if added:  # what closes a step stands in its last micro-batch, whichever that is
+    if added:  # events at the end of a step are in its last micro-batch, so they moved with it
         rows = rows[rows["kind"] != "moved"]
     for word, own in rows.groupby("kind", sort=False):
         yield _describe_rows(str(word), own)
 
 
 def _describe_rows(kind: str, rows: pd.DataFrame) -> str:
-    """Changes of one kind: a single one wholly, several by what they share."""
+    """Changes of one kind: of several, what they have in common."""
     ops, phases, places = (list(dict.fromkeys(rows[name].astype("str"))) for name in ("op", "phase", "region"))
     where = f"in {_some(phases)} of {_some([place or OUTSIDE for place in places])}"
     if kind != "changed":
@@ -101,7 +102,7 @@ def _describe_rows(kind: str, rows: pd.DataFrame) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """The names, where they are few."""
+    """One or two names; of more, the first and the number of others."""
     return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
 
 
@@ -118,7 +119,7 @@ def total_by_rank(events: pd.DataFrame) -> pd.DataFrame:
     steps, micros = (
         events[name].map(lambda text: len(parse_span(text))).astype("int64") for name in ("steps", "microbatches")
     )
-    cells = steps * micros * events["calls"]  # of no events too: then `map` alone would leave text
+    cells = steps * micros * events["calls"]  # without events `map` alone would leave text
     frame = events[["case", "mode", "phase", "op"]].assign(
         calls=cells, payload_bytes=cells * events["payload_bytes"].clip(lower=0), rank=events["ranks"].map(parse_span)
     )
@@ -135,7 +136,7 @@ _COUNTS = ["calls", "payload_bytes"]
 class Comparison:
     """Result of a comparison.
 
-    changes   what changed, a sentence for modes that changed alike; one that says so where nothing did
+    changes   what changed, a sentence for modes that changed alike, also if nothing did
     traffic   mode, phase, calls, new_calls, payload_bytes, new_payload_bytes: of one rank, cases added up
     by_op     the same by mode, phase and op
     events    the differences (reports.comparing.differences.list_changes)

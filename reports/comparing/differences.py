@@ -1,14 +1,12 @@
 """What differs between two tables of counted events, as facts: new, gone, changed, moved.
 
-The unit of a difference is one event at one place (case, phase, module, op) on the ranks, steps and micro-batches where
-it differs. An event that is gone and one that is new at the same place, equally often on the same ranks, are one
+The unit of a difference is one event at one place (case, phase, module, op), on the ranks, steps and micro-batches
+where it differs. An event that is gone and one that is new at the same place, equally often on the same ranks, are one
 changed event. Only what changed is listed: doubling a payload, or a wider dtype, is one fact and not two. An event that
-is gone and new on the same rank in the same step, in another micro-batch, has moved.
+is gone in one micro-batch and new in another, on the same rank in the same step, has moved.
 
-Events of traces and of what they are compared with, in what both sides know.
-
-A column that a trace does not know, and that the other side knows, is compared on neither side. Where the sides have
-other ranks, events are compared without the rank: each as often as the rank that has most of it issued it.
+A column that a trace does not know, while the other side knows it, is not compared. If the sides have other ranks,
+events are compared without the rank, each as often as on the rank that issued it most often.
 """
 
 import re
@@ -38,9 +36,9 @@ Cells = Counter[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventChange:
-    """A fact at a place: `base` became `new` in these cells; None where there is no event.
+    """A fact at a place: `base` became `new` in these cells; None if there is no event.
 
-    `left` are the cells that a moved event was in; `base` and `new` are the same then.
+    `left` are the cells that a moved event was in; then `base` and `new` are the same.
     """
 
     place: EventSite
@@ -51,7 +49,7 @@ class EventChange:
 
 
 def find_changes(base: pd.DataFrame, new: pd.DataFrame) -> list[EventChange]:
-    """The facts; none when both tables hold the same events."""
+    """The facts; none if both tables hold the same events."""
     both = base.merge(new, how="outer", on=list(base.columns), indicator="side")
     old, now = (_by_place(both[both["side"] == side]) for side in ("left_only", "right_only"))
     return [
@@ -70,9 +68,9 @@ def list_changes(changes: Iterable[EventChange]) -> pd.DataFrame:
 
 
 def fold_changes(changes: Iterable[EventChange]) -> pd.DataFrame:
-    """Facts as in `list_changes`, those of all layers and of all cases of a mode as one row.
+    """Facts as in `list_changes`, with those of all layers and of all cases of a mode in one row.
 
-    region is "layers.*.mlp.w1" for several layers, modules how many there are, and cases in how many cases it is so.
+    region is "layers.*.mlp.w1" for several layers, modules is their number, and cases is the number of cases.
     """
     groups: defaultdict[tuple[object, ...], list[EventChange]] = defaultdict(list)
     for one in changes:
@@ -121,7 +119,7 @@ def _pair_changes(place: EventSite, old: Mapping[What, Cells], now: Mapping[What
 
 
 def _moved_cells(gone: Cells, fresh: Cells) -> tuple[Cells, Cells]:
-    """The cells that calls of one event left, and those that they are in now: on one rank, in one step."""
+    """The cells that calls of one event left, and those that they are in now, on one rank in one step."""
     left, taken = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
     ends: list[defaultdict[tuple[int, int], list[int]]] = [defaultdict(list), defaultdict(list)]
     for end, cells in zip(ends, (gone, fresh), strict=True):
@@ -146,7 +144,7 @@ def _row_of_change(change: EventChange) -> tuple[object, ...]:
 
 
 def _most_calls(cells: Cells) -> int:
-    """Calls of the rank that has most of them."""
+    """The calls of the rank that has most of them."""
     ranks: Counter[int] = Counter()
     for (rank, _, _), calls in cells.items():
         ranks[rank] += calls
@@ -170,7 +168,7 @@ def _in_words(change: EventChange) -> str:
 
 
 def _label_moved(change: EventChange) -> str:
-    """From which micro-batches to which an event moved; "" for others."""
+    """The micro-batches that an event left and those that it is in now; "" if it did not move."""
     if not change.left:
         return ""
     before, after = (format_span({cell[2] for cell in cells}) for cells in (change.left, change.cells))
@@ -194,13 +192,13 @@ _UNKNOWN: Mapping[str, tuple[str, str | int]] = {
     "step": ("step", -1),
     "microbatch": ("micro-batch", -1),
 }
-"""Columns -> what they are called, and the value of what is not known."""
+"""Columns -> their names in words, and the value that means unknown."""
 
 
 def align_events(
     base_env: Mapping[str, Any], base: pd.DataFrame, new_env: Mapping[str, Any], new: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
-    """Both tables of events as they can be compared, and sentences on what is left out; the same where no trace is."""
+    """Both tables of events in comparable form, and sentences on what is left out. Unchanged without traces."""
     if "source" not in base_env and "source" not in new_env:
         return base, new, []
     one, two = (_one_by_one(events) for events in (base, new))
@@ -230,7 +228,7 @@ def _one_by_one(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_one_rank(events: pd.DataFrame) -> pd.DataFrame:
-    """The events that one rank would have issued, as often as the rank that has most of each."""
+    """The events of a single rank: each as often as on the rank that has most of it."""
     kinds = [name for name in events.columns if name != "rank"]
     number = events.groupby([*kinds, "rank"], observed=True).cumcount()
     return events.assign(number=number, rank=0).drop_duplicates([*kinds, "number"]).drop(columns="number")

@@ -1,9 +1,9 @@
 """How much slower: bootstrap intervals of the ratio of medians, phase by phase.
 
-A shared machine may run everything at half speed for a minute. So the time that counts is a phase's own beside another
-phase's in the same micro-batch. Of all other phases it is the one whose change lies in the middle, which a change of
-one phase cannot move. The clock's own ratio stands beside it. Times are microseconds; ratios are new over base. Equal
-input gives equal intervals: the resampling is seeded.
+A shared machine may run everything at half speed for a minute. So a phase is timed relative to another one in the same
+micro-batch: the one with the median change of all others, which the change of a single phase cannot move. The ratio by
+the clock is given too. Times are microseconds; ratios are new over base. Equal input gives equal intervals: the
+resampling is seeded.
 """
 
 import math
@@ -16,12 +16,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.999
-"""Of every interval: with thirty phases compared, one run in seventy would see chance, and chance of 10 % rarer."""
+"""Of every interval: one in seventy comparisons of thirty phases finds a difference by chance; of 10 %, far fewer."""
 FEWEST = 4
-"""Micro-batches below which nothing is said."""
+"""With fewer micro-batches there is no interval."""
 _RESAMPLES = 4000
 _MOST = 500
-"""Micro-batches that are resampled: of more, evenly spaced ones."""
+"""The most micro-batches that are resampled; of more, evenly spaced ones are."""
 _MEASURES = {"elapsed": "elapsed_us", "in calls": "in_calls_us"}
 _BLOCK = ["case", "step", "microbatch"]
 Times = NDArray[np.float64]

@@ -26,9 +26,9 @@ from shardproof.reports.stored.frames import Run, csv_table, load
 
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")
-"""Columns that make an event at a place; an event that differs in any of these is another one."""
+"""Columns that identify an event at a place."""
 CALLED = ("phase", "region", "op", "axis")
-"""Columns by which the lines of a recorded program are kept."""
+"""Columns by which the lines of a recorded program are stored."""
 _CELLS = ("step", "microbatch", "rank")
 _TEXT = (*_PLACE, "axis", "reduce_op", "dtype", "shape", "ranks", "steps", "microbatches")
 _EVENT_COLUMNS = (*_PLACE, *WHAT, "calls", "ranks", "steps", "microbatches")
@@ -70,7 +70,7 @@ class Snapshot:
 
 def snapshot(run: Run, name: str = "") -> Snapshot:
     """The snapshot of a run."""
-    # Equal texts are told apart by number: a million rows are then grouped in seconds.
+    # Texts are numbered, so that a million rows are grouped in seconds.
     traced = "source" in run.env
     ledger = _from_its_first_step(run.ledger) if traced else run.ledger
     plain = ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str")).astype(_PACKED)
@@ -78,7 +78,7 @@ def snapshot(run: Run, name: str = "") -> Snapshot:
         name=name or str(run.path),
         cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
         events=count_events(plain),
-        times=time_by_module(plain[:0] if traced else plain),  # a trace times calls on the device alone
+        times=time_by_module(plain[:0] if traced else plain),  # a trace has times of calls on the device alone
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
@@ -106,7 +106,7 @@ def called_from(ledger: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def count_events(ledger: pd.DataFrame) -> pd.DataFrame:
-    """The ledger as counts of equal events; rows in a fixed order, so that equal ledgers give equal files."""
+    """The ledger as counts of equal events, in a fixed order, so that equal ledgers give equal files."""
     kinds = ledger.groupby([*_PLACE, *WHAT], observed=True, sort=True)
     number = kinds.ngroup().rename("kind")
     cells = ledger[list(_CELLS)].assign(kind=number).groupby(["kind", *_CELLS], sort=False).size()
@@ -122,7 +122,7 @@ def count_events(ledger: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fold_rows(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
-    """Rows that differ in their last number only as one row with all of these numbers."""
+    """Rows that differ in their last number alone, joined to one row with all of these numbers."""
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
     for key, number in rows:
         found[key].append(number)
@@ -157,7 +157,7 @@ def time_by_module(ledger: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(end_us=ledger["start_us"] + ledger["duration_us"])
     frame = frame.sort_values(["case", "rank", "call_index"], kind="stable")
     before_us = frame.groupby(["case", "rank"], observed=True, sort=False)["end_us"].shift()
-    # A rank's first call has none before it: what the rank did earlier is unknown, the call itself counts.
+    # The time before a rank's first call is unknown, so only the call itself counts.
     elapsed_us = (frame["end_us"] - before_us).fillna(frame["duration_us"])
     shares = {"elapsed_us": elapsed_us / frame["world_size"], "in_calls_us": frame["duration_us"] / frame["world_size"]}
     keys = ["case", "mode", "phase", "region", "step", "microbatch"]
@@ -176,9 +176,9 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def read_side(name: str, folder: str = FOLDER) -> Snapshot:
-    """Snapshot of one side: a run folder, the folder of a baseline, a baseline's name, or the file of a trace.
+    """The snapshot of one side: a run folder, the folder of a baseline, a baseline's name, or a trace file.
 
-    Raises RunFolderError when there is none, RequestError for a file that is no trace.
+    Raises RunFolderError if there is none, RequestError for a file without a trace.
     """
     if is_trace(name):
         return _of_trace(name)
@@ -194,7 +194,7 @@ def _of_trace(name: str) -> Snapshot:
 
 
 def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
-    """Store a snapshot under this name, in place of an older one; returns its folder.
+    """Store a snapshot under this name, in place of an older one. Returns its folder.
 
     Raises RequestError for a run that was cut off or has no events, an illegal name, a folder that cannot be written.
     """
@@ -227,7 +227,7 @@ def write_events(events: pd.DataFrame, path: Path) -> None:
 
 
 def read_events(path: Path) -> pd.DataFrame:
-    """Counted events that `write_events` stored. Raises RunFolderError when the file is torn or no such file."""
+    """Counted events that `write_events` stored. Raises RunFolderError if the file is torn or another one."""
     return _read_table(path, EVENT_TYPES)
 
 
@@ -245,7 +245,7 @@ def _read_snapshot(path: Path, name: str) -> Snapshot:
 
 
 def _read_table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:
-    """A table that must be whole: a baseline is written once, so a cut one was harmed and proves nothing."""
+    """A table that must be complete: a baseline is written once, so a cut one is damaged and proves nothing."""
     again = "write the baseline again with --save-baseline"
     if not path.is_file():
         raise RunFolderError(f"{path}: is missing; {again}")

@@ -1,8 +1,8 @@
-"""Charts of a page: rows of bars beside each other, each column on one scale, the number above its bar.
+"""Charts of a page: rows of bars beside each other, each column on one scale, with the number above its bar.
 
 Modes on one model: what one rank sends by phase, its calls, and what it saves for backward. Two sides of a comparison:
-payload and calls of the base beside those of the new one, by phase and by op. A bar stretches with its cell, so that a
-chart fits any screen.
+payload and calls of the base beside those of the new one, by phase and by op. A bar stretches with its cell, so a chart
+fits any screen.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ _Column = tuple[str, Sequence[Sequence[Part]], Callable[[object], str]]
 
 
 def _draw_columns(columns: Sequence[_Column], scale: str = "") -> list[list[ChartCell]]:
-    """Cells by column; columns whose name begins with the same word share a scale where `scale` is "shared"."""
+    """Cells by column. With `scale` "shared", columns whose names begin with the same word have one scale."""
     full: defaultdict[str, float] = defaultdict(float)
     for what, bars, _ in columns:
         key = what.partition(",")[0] if scale else what
@@ -68,7 +68,9 @@ def _draw_columns(columns: Sequence[_Column], scale: str = "") -> list[list[Char
 
 
 def chart_models(run: Run) -> list[Chart]:
-    """Modes on one model, a chart for each model that several modes ran on as many ranks; those of most modes."""
+    """Modes on one model: a chart for each model that several modes ran on as many ranks, first
+    those with most modes.
+    """
     models: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for case, mode, ranks in run.cases[["case", "mode", "world_size"]].dropna().itertuples(index=False, name=None):
         models.setdefault((words_but(case, *WITH_MODE), int(ranks)), []).append((str(mode), str(case)))
@@ -129,7 +131,7 @@ _UNNAMED = "#b8b8b8"
 
 
 def _chart_sides(lines: pd.DataFrame, by: str, part: str, colours: dict[str, str]) -> Chart:
-    """Payload and calls of both sides by this column, in parts by the other."""
+    """Payload and calls of both sides by this column, with parts by the other one."""
     rows = list(dict.fromkeys(lines[by]))
 
     def parts_of(name: str) -> list[list[Part]]:

@@ -1,6 +1,6 @@
 """A run as a comment on a pull request: GitHub markdown with the verdict, figures, the table of modes and failures.
 
-A recorded program has no verdict: its comment has what its page has, the overview, the findings and the tables.
+A recorded program has no verdict. Its comment has what its page has: the overview, the findings and the tables.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.summary import headline, tally_of_run, worst_verdict
 
 _MOST = 5
-"""Failures that are written out: a comment may be 65,536 characters long."""
+"""The most failures that are written out, since a comment may have 65,536 characters."""
 _MOST_ROWS = 20
-"""Rows of a table of a recorded program."""
+"""The most rows of a table of a recorded program."""
 _LONGEST = 4000
 """Characters of one failure."""
 
 
 def render_comment(run: Run) -> str:
-    """The comment. Text of a run stands in code blocks and table cells, where it is no markup."""
+    """The comment. Text of a run is in code blocks and table cells, where it is no markup."""
     if program := opening.program_parts(run):
         return _of_program(run, program)
     cases = headline(run)

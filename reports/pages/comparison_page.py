@@ -19,9 +19,9 @@ from shardproof.reports.printing.text_tables import Table, byte_size, shorten_ta
 _FEW_BREACHES, _FEW_ROWS = 3, 40
 _MOST_ROWS = 2000
 _WIDE = 30
-"""Characters of the longest bar of a comment."""
+"""The length of the longest bar of a comment, in characters."""
 _MOST_OF_COMMENT = 60
-"""Rows of a table of a comment."""
+"""The most rows of a table of a comment."""
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -43,11 +43,11 @@ def render_comparison(comparison: Comparison) -> str:
         equal_times=describe_equal_times(comparison.times),
         times=times_table(comparison.times),
     )
-    return document.encode("utf-8", "backslashreplace").decode()  # names may be no legal text
+    return document.encode("utf-8", "backslashreplace").decode()  # a name may hold characters that UTF-8 cannot encode
 
 
 def render_comparison_comment(comparison: Comparison) -> str:
-    """The comment: what changed, both sides as bars of text, and the tables folded. Text of a run is no markup."""
+    """The comment: what changed, both sides as bars of text, and folded tables. Text of a run is no markup."""
     lines = [f"## shardproof compare: {_verdict(comparison)}", "", "```text"]
     lines += [_safe(one) for one in (*comparison.changes, *(f"note: {note}" for note in comparison.notes))]
     lines += [_safe(f"breach: {breach}") for breach in comparison.breaches[:_FEW_BREACHES]]
@@ -81,7 +81,7 @@ def _tables(comparison: Comparison) -> Sequence[Table]:
 
 
 def _draw_bars(comparison: Comparison) -> list[str]:
-    """Payload by mode and phase, two lines of text each: GitHub shows no drawing in a comment."""
+    """Payload by mode and phase, two lines of text each, since GitHub shows no drawings in comments."""
     frame = comparison.traffic
     sides = ("payload_bytes", "new_payload_bytes")
     longest = max((float(size) for side in sides for size in frame[side].dropna()), default=0.0) or 1.0

@@ -24,10 +24,10 @@ from shardproof.reports.stored.summary import badness_of, split_common_words
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875 #b8b8b8"
 PHASE_COLOURS = dict(zip((*PHASES, "?"), _COLOURS.split(), strict=True))
-"""The last one is that of calls in traces of which the phase is not known."""
+"""The last colour is that of calls in traces whose phase is unknown."""
 SAVED, _WITHIN, _BEYOND = "#7a8450", "#2a9d6f", "#c8372d"
 _DECADES = 6
-"""Powers of ten below the limit at which the bar of a margin begins."""
+"""The bar of a margin begins this many powers of ten below the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ class CaseBars:
     error: str
     margin: Markup
     share: float
-    """Error as a share of what is allowed; -1 where nothing was measured."""
+    """The error as a share of its limit; -1 if nothing was measured."""
     decided: str
     begins: bool
-    """Whether the line above is of this mode and another number of ranks."""
+    """Whether the line above has the same mode and another number of ranks."""
 
 
 def lines_of_cases(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
-    """The lines, failures first, then by mode and ranks; and the words that all of their cases share."""
+    """The lines, failures first, then by mode and ranks; and the words that all of their cases have in common."""
     shared, own = split_common_words(headline["words"])
     frame = headline.assign(own=own, bad=-headline["verdict"].map(badness_of))
     wire: dict[str, dict[str, float]] = {case: {} for case in frame["case"]}
@@ -106,7 +106,7 @@ def _share_of_limit(error: float, allowed: float) -> float:
 
 
 def _draw_margin(error: float, allowed: float) -> Markup:
-    """How far the worst tensor of a case is on its way to the limit, by powers of ten; the whole cell beyond it."""
+    """How close the worst tensor of a case is to its limit, by powers of ten; the whole cell beyond it."""
     share = _share_of_limit(error, allowed)
     if share < 0:
         return Markup("-")
@@ -121,7 +121,7 @@ Part = tuple[str, float, str]
 
 
 def draw_bar(parts: Sequence[Part], full: float, what: str, write: Callable[[object], str] = byte_size) -> Markup:
-    """Parts beside each other; what is as large as `full` is as long as the cell."""
+    """Parts beside each other. A part as large as `full` is as long as the cell."""
     drawn, left = [], 0.0
     for _, size, colour in parts:
         wide = 100 * size / full if full else 0.0
@@ -134,7 +134,7 @@ def draw_bar(parts: Sequence[Part], full: float, what: str, write: Callable[[obj
 
 
 MOST_NODES = 80
-"""Modules of one mode beyond which layers are folded into one."""
+"""Above this number of modules of one mode, layers are folded into one."""
 OUTSIDE = "outside modules"
 _Row = tuple[tuple[str, ...], str, int, int]
 """Path, phase, calls, bytes."""
@@ -179,7 +179,8 @@ def _build_nodes(rows: list[_Row], depth: int) -> Iterator[Node]:
     for own in sorted(names, key=_natural_order):
         inside = [row for row in rows if row[0][depth : depth + 1] == (own,)]
         name, parts = own, tuple(_build_nodes(inside, depth + 1))
-        while len(parts) == 1 and parts[0].payload_bytes == _sum_bytes(inside):  # one part that is all of it: one line
+        # A single part that sends all of it shares the line.
+        while len(parts) == 1 and parts[0].payload_bytes == _sum_bytes(inside):
             name, parts = f"{name}.{parts[0].name}", parts[0].parts
         yield Node(
             name=name,
@@ -196,7 +197,7 @@ def _sum_bytes(rows: list[_Row], *phases: str) -> int:
 
 
 def _natural_order(name: str) -> tuple[int, str, int]:
-    """layers.2 before layers.10; what lies outside of modules last."""
+    """layers.2 before layers.10; calls outside of modules come last."""
     number = re.fullmatch(r"\d+", name)
     return (2 if name == OUTSIDE else 0), "" if number else name, int(name) if number else 0
 
@@ -207,7 +208,7 @@ _CALL = ["phase", "op", "payload_bytes", "region"]
 
 
 def last_micro_batch(ledger: pd.DataFrame) -> pd.DataFrame:
-    """The calls of the last micro-batch of the last step of one case, with what follows its backward."""
+    """The calls of the last micro-batch of the last step of one case, and those after its backward."""
     last = ledger[ledger["step"] == ledger["step"].max()]
     calls: pd.DataFrame = last[last["microbatch"] == last["microbatch"].max()]
     return calls
@@ -233,7 +234,7 @@ def draw_timeline(calls: pd.DataFrame, title: str) -> str:
     for (phase, op, size, region), alike in calls.groupby(_CALL, observed=True, sort=False, dropna=False):
         path = "".join(
             f"M{_LEFT + (start - start_us) * scale:.1f} {rows[rank] + (9 if later else 2):.0f}h"
-            f"{(wide := max(spent * scale, 0.6)):.1f}v{8 if later else 14}h-{wide:.1f}z"  # thinner is not seen
+            f"{(wide := max(spent * scale, 0.6)):.1f}v{8 if later else 14}h-{wide:.1f}z"  # a thinner bar is invisible
             for rank, start, spent, later in zip(
                 alike["rank"], alike["start_us"], alike["duration_us"], alike["is_async"], strict=True
             )

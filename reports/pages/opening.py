@@ -1,4 +1,4 @@
-"""Opening of a page: figures of the whole run, its table of modes, and which pairs of features passed together."""
+"""The opening of a page: figures of the whole run, its table of modes, and which pairs of features passed together."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -19,15 +19,15 @@ from shardproof.reports.stored.frames import Run
 
 _LABELS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
 _MOST = 20
-"""Features beyond which a picture of their pairs is not read."""
+"""With more features a picture of their pairs is not readable."""
 Figure = tuple[str, str, str]
-"""A figure, what it counts, and the verdict that colours it, "" for none."""
+"""A figure, what it counts, and the verdict that colours it, or ""."""
 
 
 def opening_figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
-    """Cases by verdict, ranks, cases whose bytes are those expected, seconds, torch and commit; what is known of these.
+    """Cases by verdict, ranks, cases with the expected bytes, seconds, torch and commit, as far as they are known.
 
-    Seconds are those of all cases together, which several processes may share.
+    Seconds are those of all cases added up, which several processes may share.
     """
     verdicts = headline["verdict"].value_counts()
     counts = {word: int(verdicts.get(word, 0)) for word in _LABELS}
@@ -47,7 +47,7 @@ def opening_figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
 
 
 def describe_proof(run: Run, headline: pd.DataFrame) -> str:
-    """What the cases that passed prove: modes, layouts, dtypes, tensors, calls and bytes; and how many do not pass."""
+    """What the cases that passed prove: modes, layouts, dtypes, tensors, calls and bytes; and how many did not pass."""
     passed = headline[headline["verdict"] == PASS]
     open_cases = len(headline) - len(passed)
     ending = f" Not proved: {open_cases} of {len(headline)} cases." if open_cases and len(passed) else ""
@@ -86,14 +86,14 @@ def describe_proof(run: Run, headline: pd.DataFrame) -> str:
 
 
 def case_axes(text: str) -> tuple[str, ...]:
-    """The words of a case that say how it lies on its ranks."""
+    """The words of a case that state its layout on the ranks."""
     return tuple(word for word in text.split() if word.partition("=")[0] in (*AXES, *EXPERT_AXES, "wp"))
 
 
 def pairs_of_features(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:
-    """How many passed cases have both features of a pair, from (text of a case, verdict); None for fewer than two.
+    """How many passed cases have both features of a pair; None for fewer than two features.
 
-    `features_of` gives the features of a case by its text, its mode among them.
+    `cases`: (text of a case, verdict). `features_of` gives the features of a case by its text; its mode is one.
     """
     alone, both = Counter[str](), Counter[tuple[str, str]]()
     for text, verdict in cases:
@@ -138,14 +138,14 @@ def _parts_not_run(note: Note) -> tuple[str, ...]:
 
 
 def program_parts(run: Run) -> dict[str, Any]:
-    """Overview, findings and traffic of a recorded program; nothing of any other run."""
+    """Overview, findings and traffic of a recorded program; empty for any other run."""
     if not is_recording(run.path):
         return {}
     return parts_of_page(run)
 
 
 def group_failures(run: Run) -> Sequence[object]:
-    """Failed checks by their first place, the simplest case first; none of a run without any."""
+    """Failed checks by their first place, the simplest case first; empty without any."""
     if not (run.verdicts["verdict"] == "fail").any():
         return ()
     return group_by_place([one for one in simplest_first(run) if one.verdict == FAIL], run.path, run.ledger)

@@ -1,7 +1,7 @@
 """A run as one HTML page: self-contained, opens offline, under two megabytes.
 
 Everything that comes from a run is escaped by the template; only our own drawings are trusted. A part that would not
-fit is left out with a line that says where it stands in the run folder.
+fit is left out, with a line that says where it is in the run folder.
 """
 
 import itertools
@@ -46,11 +46,11 @@ _FEWEST_OF_GROWTH = 4
 """Cases without which no two modes were run at two sizes each."""
 _MOST_CASES = 64
 _MOST_PIPELINES, _MOST_DRAWN = 4, 16
-"""Pipelines with a picture of their own, and ranks in it."""
+"""The most pipelines with a picture of their own, and the most ranks in it."""
 _SOURCES = {"cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
-"""Tables that may be cut, and the file that holds all of their rows."""
+"""Tables that may be cut, and the files that have all of their rows."""
 _TURNS = "inproc"
-"""The engine whose ranks take turns, so that times say nothing of speed."""
+"""The engine whose ranks take turns, so that its times say nothing about speed."""
 _WORDS = {
     "payload": "all_reduce: the tensor; all_gather: the gathered output; reduce_scatter: the full input; all_to_all: "
     "what one rank sends",
@@ -84,18 +84,19 @@ def write_page(run: Run, path: Path) -> Path:
 
 
 def render_page(run: Run) -> str:
-    """The page as text: with as many rows of every table as let it stay small."""
+    """The page as text, with as many rows of every table as keep it small."""
     template, parts = template_of("page.html"), _parts_of_template(run)
     for rows in _MOST_ROWS:
         shown = parts | {name: _cut_tables(parts[name], source, rows) for name, source in _SOURCES.items()}
-        encoded = template.render(shown, most=rows).encode("utf-8", "backslashreplace")  # names may be no legal text
+        # A name may hold characters that UTF-8 cannot encode.
+        encoded = template.render(shown, most=rows).encode("utf-8", "backslashreplace")
         if len(encoded) <= _MOST_BYTES:
             break
     return encoded.decode()
 
 
 def _cut_tables(part: object, source: str, rows: int) -> object:
-    """A table, or several, with at most this many rows; None is none."""
+    """A table, or several, with at most this many rows; None if there is none."""
     if isinstance(part, list):
         return [_cut_tables(table, source, rows) for table in part]
     if not isinstance(part, Table):
@@ -104,11 +105,11 @@ def _cut_tables(part: object, source: str, rows: int) -> object:
 
 
 def _parts_of_template(run: Run) -> dict[str, object]:
-    """Values of the template, by its names for them."""
+    """The values of the template, by its names for them."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
     lines, shared = drawings.lines_of_cases(run, headline)
-    used = set(run.summary.loc[run.summary["wire_bytes"].fillna(0).gt(0), "phase"])  # of bars: others have none
+    used = set(run.summary.loc[run.summary["wire_bytes"].fillna(0).gt(0), "phase"])  # other tables have no bars
     program = opening.program_parts(run)
     return {
         "name": run.path.resolve().name,
@@ -159,7 +160,7 @@ def _about_run(env: dict[str, Any]) -> str:
 
 
 def _plot_growth(run: Run) -> dict[str, object]:
-    """Bytes against tokens, where a run has cases of several lengths."""
+    """Bytes against tokens, if a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
         return {"plots": [], "break_even": None}
     sizes, crossed = growth_of_bytes(run), compare_modes(run)
@@ -187,7 +188,7 @@ def _plot_pipelines(run: Run) -> list[_Plot]:
 
 
 def _command_of_run(env: dict[str, Any]) -> str:
-    """The command line that made the run, as it can be typed again."""
+    """The command line that made the run, in a form that can be typed again."""
     words = env.get("command", ())
     if isinstance(words, str):
         return words
@@ -201,7 +202,7 @@ def _module_trees(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
 
 
 def _draw_timelines(run: Run) -> list[_Plot]:
-    """Drawings by mode: its case with most ranks."""
+    """Drawings by mode, of its case with most ranks."""
     drawn = []
     cases = run.cases.sort_values("world_size", ascending=False, kind="stable")
     for mode, of_mode in cases.groupby("mode", observed=True, sort=True):
@@ -213,7 +214,7 @@ def _draw_timelines(run: Run) -> list[_Plot]:
 
 
 def _kill_table(path: Path) -> Table | None:
-    """The kill matrix of a folder of `shardproof faults`: what survived first."""
+    """The kill matrix of a folder of `shardproof faults`, with survivors first."""
     if not path.is_file():
         return None
     kills = csv_table(path, {}, ("name", "kind", "killed_by", "killed"), []).fillna("").astype("str")
@@ -241,7 +242,7 @@ def _case_tables(run: Run) -> list[Table]:
 
 
 def _stated_calls(run: Run) -> list[Table]:
-    """The calls of the first case of every mode, each with its reason; subjects that are not ours give none."""
+    """The calls of the first case of every mode, each with its reason; only for our own subject."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
         return []
     ours: Any = resolve(SUBJECT)

@@ -3,7 +3,7 @@
 Functions from frames to a string that can stand inside an HTML page. Text stays text in the page's own font and colour
 (so light and dark both work). No link leads out of it, and equal frames give equal bytes. Pictures of traces show bytes
 by op, the exposed share of steps, bandwidth, late ranks, odd steps and largest calls, each from the frame of one name
-(reports.programs.program_frames); where that knows nothing there is no picture.
+(reports.programs.program_frames); an empty frame gives no picture.
 """
 
 import io
@@ -54,7 +54,7 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
         groups = growth.sort_values("tokens").groupby("mode", observed=True, sort=True)
         for number, (mode, line) in enumerate(groups):
             colour, marker = COLOURS[(number + 1) % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-            # Two modes may send the same bytes: the dashes of the second let the first shine through.
+            # Two modes may send the same bytes: the first shows between the dashes of the second.
             dash = "--" if number % 2 else "-"
             sent_mib = line["wire_bytes"] / 2**20
             axes.plot(line["tokens"], sent_mib, ls=dash, color=colour, marker=marker, ms=4, label=str(mode))
@@ -81,9 +81,9 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
 
 
 _MOST_SPANS = 4000
-"""More of them become one picture of dots."""
+"""The bars of more spans are drawn as a bitmap."""
 _LABELLED = 300
-"""Bars of which each shows its micro-batch."""
+"""Up to this number each bar shows its micro-batch."""
 
 
 def plot_pipeline(spans: pd.DataFrame, title: str) -> str:

@@ -1,4 +1,4 @@
-"""Templates of pages, compiled once a user: jinja compiles the page in the time in which its numbers are drawn."""
+"""Templates of pages, compiled once for each user: jinja takes as long to compile the page as to fill it."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +10,7 @@ from shardproof.reports.printing.text_tables import byte_size
 
 
 class _Compiled(FileSystemBytecodeCache):
-    """Compiled templates in a folder of the user's own for temporary files; those that cannot be stored are not."""
+    """Compiled templates in a folder of the user for temporary files. Templates that cannot be stored there are not."""
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         with suppress(OSError):
@@ -18,10 +18,10 @@ class _Compiled(FileSystemBytecodeCache):
 
 
 def template_of(name: str) -> Template:
-    """The template of this name in this folder. Everything that it is given is escaped, and none may be missing."""
+    """The template of this name in this folder. All values are escaped, and none may be missing."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
     environment.filters["byte_size"] = byte_size
-    with suppress(OSError, RuntimeError):  # no such folder, or one that others can write to
+    with suppress(OSError, RuntimeError):  # there is no such folder, or others can write to it
         environment.bytecode_cache = _Compiled()
     return environment.get_template(name)

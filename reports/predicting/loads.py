@@ -19,10 +19,11 @@ PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
 
 
 def rows_of_stages(forecast: Forecast) -> pd.DataFrame:
-    """A row for every stage: stage, layers, live, the parts of its memory, what it sends, ledger.
+    """A row for every stage: its layers, the parts of its memory, what its first rank sends, and how the ledger of its
+    dry run compares with the closed form.
 
-    `live` are micro-batches in flight (of a chunk each). messages go to its neighbours. Missing where the subject
-    states no closed form.
+    `live` counts the micro-batches in flight, each of one chunk. `messages` go to neighbouring stages. Columns of calls
+    are empty where the subject states no closed form.
     """
     return pd.DataFrame(
         [
@@ -47,14 +48,15 @@ CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
 
 
 def memory_by_load(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
-    """load, and what `rows_of_stages` says of every stage; nothing where there is one stage."""
+    """The rows of `rows_of_stages` for each load; an empty frame if there is only one stage."""
     frames = [rows_of_stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 def calls_by_load(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
-    """load, stages ("1-14": those that issue the same), phase, module (layers as "layers.*"), op, axis, ranks; calls
-    and payload_bytes of one rank in a step. Empty where the subject states no closed form of all fields.
+    """The calls of one rank in a step, for each load and for stages that issue the same calls ("1-14").
+
+    Layers are written as "layers.*". The frame is empty where the subject states no closed form of all fields.
     """
     rows = [
         (load, stages, *key, calls, size)
@@ -66,11 +68,11 @@ def calls_by_load(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
 
 
 _Sums = dict[tuple[str, str, str, str, int], tuple[int, int]]
-"""Values of the columns behind `stages` -> calls and bytes."""
+"""The key is a call's values of CALL without the stages; its value is the number of calls and their bytes."""
 
 
 def _stages_alike(forecast: Forecast) -> list[tuple[str, _Sums]]:
-    """Stages that issue the same calls, by their numbers, and these calls."""
+    """Neighbouring stages that issue the same calls, as "1-14", with these calls."""
     runs: list[tuple[list[int], _Sums]] = []
     each = [(stage.index, stage.traffic) for stage in forecast.stages] or [(0, forecast.traffic)]
     for index, sent in each:

@@ -199,7 +199,7 @@ def _forecast_case(
 
 
 def _frame_of_rows(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """The rows; whole numbers stay whole beside a candidate that has none, where pandas would make them floats."""
+    """The rows. Whole numbers stay whole: pandas would make them floats beside a candidate that has none."""
     return pd.DataFrame(rows).assign(**{name: pd.array([row[name] for row in rows], dtype="Int64") for name in _WHOLE})
 
 
@@ -225,7 +225,7 @@ def _row_of_candidate(candidate: Candidate, one: Forecast | None, memory_gib: fl
 
 
 def answer_in_words(rows: pd.DataFrame, memory_gib: float) -> str:
-    """Whether the cases fit into this memory, and what the one needs that needs least."""
+    """Whether the cases fit into this memory, and what the smallest of them needs."""
     best, fitting, legal = rows.iloc[0], int((rows["fits"] == "yes").sum()), int((rows["legal"] == "yes").sum())
     need = best["peak_bytes"] / _GIB
     if len(rows) == 1:
@@ -256,9 +256,9 @@ def _words_of_states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
 
 
 def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
-    """Prediction of all these texts, whose candidates are named by the words that they do not all have.
+    """The prediction of all these texts. Candidates are named by the words that not all of them have.
 
-    Parts of one text alone are left out: its stages and loads, what is beside.
+    What belongs to one text alone is left out: its stages and loads, what is beside.
     """
     texts = [str(case) for one in predictions for case in one.rows["case"]]
     shared = set.intersection(*(set(text.split()) for text in texts))

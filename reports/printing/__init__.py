@@ -1,1 +1,1 @@
-"""Numbers as tables of text, and the only place that prints."""
+"""Numbers as tables of text, and the only code that prints."""

@@ -37,7 +37,7 @@ def side_by_side(run: Run) -> pd.DataFrame:
     waited for at once, mean over ranks).
     """
     lines = run.summary
-    # Of traces some bytes are not known, and then neither is their sum.
+    # Some bytes of traces are not known, and then neither is their sum.
     by_phase = lines.groupby(["case", "phase"], observed=True)["payload_bytes"].agg(_sum_known)
     phases = by_phase.unstack(fill_value=0)
     phases.columns = pd.Index([f"{phase}_bytes" for phase in phases.columns])
@@ -101,17 +101,17 @@ def modes_table(frame: pd.DataFrame) -> Table:
 
 
 WITH_MODE = ("mode", "data", "delivery", "embedding", "head")
-"""Words in which cases of one model differ where their modes do: the mode, and what it brings with it."""
+"""Words that cases of one model may differ in along with the mode: the mode, and what it brings with it."""
 _VARIES = (*WITH_MODE, "seq", "batch")
-"""Words in which the cases of one comparison may differ: mode and tokens."""
+"""Words that the cases of one comparison may differ in: mode and tokens."""
 _COLUMNS = ["mode", "tokens", "wire_bytes"]
 
 
 def growth_of_bytes(run: Run, counted: str = "layers") -> pd.DataFrame:
     """mode, tokens, wire_bytes: the largest family of cases that differ in nothing but mode and tokens.
 
-    Empty unless two modes were run at two sizes each, or when the run did not say how many tokens its cases have.
-    Raises ValueError for another word than layers or all.
+    Empty unless two modes were run at two sizes each, or if the run did not say how many tokens its cases have. Raises
+    ValueError for another word than layers or all.
     """
     if counted not in ("layers", "all"):
         raise ValueError(f"counted={counted}: must say which bytes count; legal: layers, all")
@@ -142,7 +142,7 @@ def _sent_bytes(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
 
 
 def find_crossings(growth: pd.DataFrame) -> pd.DataFrame:
-    """mode, other, tokens, wire_bytes: where `mode`, dearer at first, becomes the cheaper one.
+    """mode, other, tokens, wire_bytes: where `mode`, which sends more at first, begins to send less.
 
     Bytes are a constant plus a share of the tokens in every mode, so a straight line through a mode's points is exact
     for them. Lines that do not cross at one token or more give no row.
@@ -171,7 +171,7 @@ def compare_modes(run: Run) -> pd.DataFrame:
 
 
 def break_even_table(crossings: pd.DataFrame) -> Table:
-    """Where one mode becomes cheaper than another, from `compare_modes`."""
+    """Where one mode begins to send less than another, from `compare_modes`."""
     return table(
         "Break-even",
         crossings,
@@ -187,7 +187,7 @@ _HEADERS = ("module", "phase", "op", "axis", "bytes", "formula", "calls", "at", 
 
 
 def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
-    """The terms of a case; those that differ in their module or their count alone are one line."""
+    """The terms of a case. Those that differ in their module or their count alone share a line."""
     modules: dict[tuple[str, ...], dict[str, None]] = {}
     calls: dict[tuple[str, ...], int | None] = {}
     for term in terms:
@@ -211,7 +211,7 @@ def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
 
 
 def _line_of_term(term: TermLike) -> tuple[str, ...]:
-    """Words about a term, its module and its count aside."""
+    """The words of a term, without its module and its count."""
     op = f"{term.op or NOTHING} {term.reduce_op if term.reduce_op not in ('sum', None) else ''}".strip()
     at = ", ".join(f"{axis} {place}" for axis, place in getattr(term, "at", {}).items())
     axis = term.axis if term.group_size is None else f"{term.axis or NOTHING}={term.group_size}"
@@ -233,11 +233,11 @@ def _pattern_of_modules(modules: Iterable[str]) -> str:
 
 _TYPES = {"case": "str", "step": "int64", "module": "str", "expert": "int64", "rows": "int64"}
 _MOST = 64
-"""Experts whose rows are written out."""
+"""The most experts whose rows are written out."""
 
 
 def expert_tables(folder: Path) -> list[Table]:
-    """Table of experts, a row for every case and module; none where no case of the run has any."""
+    """The table of experts, a row for every case and module; none if no case of the run has any."""
     if not (folder / "experts.csv").is_file():
         return []
     rows = csv_table(folder / "experts.csv", _TYPES, tuple(_TYPES), [])

@@ -1,8 +1,8 @@
-"""The only place that prints: tables, progress and messages, rich in a terminal and plain everywhere else.
+"""The only code that prints: tables, progress and messages, rich in a terminal and plain everywhere else.
 
-Control characters are shown and not sent: what is printed may come from files of others.
+Control characters are made visible and not sent, since text may come from files of others.
 
-Plain means: no colour, no box, no line ever folded, so that logs can be searched and cut into columns. When
+Plain means: no colour, no box, no folded line, so that logs can be searched and cut into columns. If
 GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdown.
 """
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     )
 
 _LONGEST = 24
-"""Characters that stay in one line of the terminal however narrow it is."""
+"""This many characters stay in one line of the terminal, however narrow it is."""
 _GAP = 2
 """Characters between two columns of a terminal."""
 _LINE = 119
-"""Characters of a line of progress at most; the whole text of a case stands in the run folder."""
+"""The most characters of a line of progress. The whole text of a case is in the run folder."""
 _BESIDE_BAR = 60
-"""Characters of a case beside the bar in a terminal."""
+"""The most characters of a case beside the bar in a terminal."""
 _PATIENCE_S = 2.0
-"""Seconds of silence in a terminal."""
+"""Seconds without output in a terminal before a spinner."""
 _LABEL = re.compile(r"[a-z ]{4,8}: +")
 """What begins a line of a failure's report: "what:   "."""
 STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
@@ -54,21 +54,21 @@ def show_table(table: "Table", stream: TextIO) -> None:
     console = Console(file=stream, highlight=False)
     console.print(table.title, style="bold", markup=False)
     for columns in _split_bands(table, console.width):
-        # A terminal narrower than two columns folds the lines itself; rich would cut cells off.
+        # A terminal narrower than two columns folds lines itself; rich would cut cells off.
         console.print(_draw_table(table, columns, console.width), crop=False, no_wrap=True)
     console.print(table.note, style="dim", markup=False)
     console.print()
 
 
 def _fit_for_terminal(table: "Table") -> "Table":
-    """The table as a terminal may have it."""
+    """The table in a form that is safe for a terminal."""
     rows = tuple(tuple(map(in_one_line, row)) for row in table.rows)
     headers = tuple(map(in_one_line, table.headers))
     return replace(table, title=in_one_line(table.title), headers=headers, rows=rows, note=printable(table.note))
 
 
 def _draw_table(table: "Table", columns: Sequence[int], width: int) -> RichTable:
-    """These columns of a table in `width` characters: what is left over goes first to the columns that need least."""
+    """These columns of a table in `width` characters. Free width goes first to the columns that need least."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     needs = {column: _widest_width(table, column) - _narrowest_width(table, column) for column in columns}
     left = width - sum(_narrowest_width(table, column) + _GAP for column in columns)
@@ -88,7 +88,7 @@ def _draw_table(table: "Table", columns: Sequence[int], width: int) -> RichTable
 def _split_bands(table: "Table", width: int) -> list[list[int]]:
     """All columns, in bands below each other that are no wider than the terminal.
 
-    Each band begins with the first column, or the first two where rows share their first cell.
+    Each band begins with the first column, or with the first two if rows have the same first cell.
     """
     readable = [_readable_width(table, column) + _GAP for column in range(len(table.headers))]
     if sum(readable) <= width:
@@ -103,7 +103,7 @@ def _split_bands(table: "Table", width: int) -> list[list[int]]:
 
 
 def _narrowest_width(table: "Table", column: int) -> int:
-    """Width below which a column cannot be read: texts fold at spaces, long words anywhere, numbers never."""
+    """A column below this width is not readable: texts fold at spaces, long words anywhere, numbers never."""
     cells = [row[column] for row in table.rows]
     whole = cells if column in table.numbers else [word for cell in cells for word in cell.split()]
     headers = [len(word) for word in table.headers[column].split()]
@@ -111,7 +111,7 @@ def _narrowest_width(table: "Table", column: int) -> int:
 
 
 def _readable_width(table: "Table", column: int) -> int:
-    """Width in which a column reads well: texts have some words a line."""
+    """The width in which a column is easy to read: some words a line."""
     narrowest = _narrowest_width(table, column)
     return narrowest if column in table.numbers else max(narrowest, min(_widest_width(table, column), _LONGEST))
 
@@ -143,9 +143,9 @@ def markdown(table: "Table") -> str:
 
 
 def append_step_summary(table: "Table", where: str, environment: Mapping[str, str]) -> bool:
-    """Append the table and the run's place to the CI page when the environment names one; say whether it did.
+    """Append the table and the run's place to the CI page if the environment names one. Returns whether it did.
 
-    A page that cannot be written is a note: what it would show is printed too.
+    A page that cannot be written is a note, since what it would show is printed too.
     """
     target = environment.get("GITHUB_STEP_SUMMARY", "")
     if not target:
@@ -160,7 +160,7 @@ def append_step_summary(table: "Table", where: str, environment: Mapping[str, st
 
 
 def show_message(message: str, stream: TextIO, style: str = "") -> None:
-    """Print text, its control characters shown; `style` is a rich style that a terminal shows."""
+    """Print text with its control characters made visible; `style` is a rich style for a terminal."""
     message = printable(message)
     if stream.isatty():
         Console(file=stream, highlight=False, soft_wrap=True).print(escape(message), style=style or None)
@@ -169,7 +169,7 @@ def show_message(message: str, stream: TextIO, style: str = "") -> None:
 
 
 def show_words(words: str, stream: TextIO, style: str = "") -> None:
-    """Print sentences; one that is longer than a line of the terminal goes on in the next."""
+    """Print sentences. One that is longer than a line of the terminal is folded."""
     if stream.isatty():
         width = Console(file=stream).width
         words = "\n".join(_fold_line(line, width) for line in words.split("\n"))
@@ -182,10 +182,10 @@ def show_note(note: str, stream: TextIO) -> None:
 
 
 def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -> None:
-    """Print a failure or what else is no pass: its head, then its lines, "label: words" mostly, and an empty one.
+    """Print a failure, or another verdict that is no pass: its head, its lines (mostly "label: words"), an empty line.
 
-    In a terminal the head has its verdict's colour, and a line that is too long goes on below its words. A command to
-    repeat is not folded, so that it can be copied.
+    In a terminal the head has its verdict's colour, and long lines are folded below their words. A command to repeat is
+    not folded, so that it can be copied.
     """
     head, lines = printable(head), list(map(printable, lines))
     if not stream.isatty():
@@ -201,18 +201,18 @@ def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -
 
 
 def _fold_line(line: str, width: int, indent: int = 0) -> str:
-    """A line in lines of this width, cut between words; all but the first are indented."""
+    """A line folded between words to this width, with all but the first line indented."""
     width = max(width, 2 * _LONGEST)
     return fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
 Ticker = Callable[[int, int, str, str], object]
-"""A listener to progress. A case is done: how many of how many, which it was, its verdict."""
+"""A listener to progress. For each case: how many are done, of how many, which it was, its verdict."""
 
 
 @contextmanager
 def show_progress(stream: TextIO) -> Iterator[Ticker]:
-    """A progress bar in a terminal, one line a case elsewhere; yields what is called for every finished case."""
+    """A progress bar in a terminal, one line a case elsewhere. Yields a function to call for every finished case."""
     if not stream.isatty():
 
         def line(done: int, total: int, case: str, verdict: str) -> None:
@@ -237,7 +237,7 @@ def show_progress(stream: TextIO) -> Iterator[Ticker]:
 
 @contextmanager
 def show_busy(what: str, stream: TextIO) -> Iterator[None]:
-    """Show in a terminal what is going on and for how long, once it has taken two seconds; nothing else prints then."""
+    """Show in a terminal what is going on and for how long, after two seconds; nothing else prints meanwhile."""
     if not stream.isatty():
         yield
         return
@@ -261,16 +261,16 @@ def show_busy(what: str, stream: TextIO) -> Iterator[None]:
 
 
 def shorten_text(text: str, length: int) -> str:
-    """The text in at most `length` characters: words that do not fit are "..."."""
+    """The text in at most `length` characters; "..." stands for words that do not fit."""
     if len(text) <= length:
         return text
     return text[: length - 3].rpartition(" ")[0] + " ..."
 
 
 def write_report(text: str, target: str) -> None:
-    """Write a page or a comment into a file and print its path; print the text itself where no file is named.
+    """Write a page or a comment into a file and print its path; without a file, print the text.
 
-    Raises RequestError when the file cannot be written.
+    Raises RequestError if the file cannot be written.
     """
     if target:
         with guard_file(f"-o {target}", "-o report.html"):

@@ -14,7 +14,7 @@ from shardproof.reports.stored.summary import LAUNCH, group_headline, split_comm
 
 NOTHING = "-"
 MOST_CASES = 24
-"""Rows that are read at one glance."""
+"""The most rows of a run's table; of more cases each mode has a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 _TEXTS = (str, mark)
 """The writers of texts; columns of all others are numbers, and align right."""
 Columns = tuple[Callable[[object], str], str]
-"""How to write columns, and which: "header: column | ...", or the header alone where the column has its name."""
+"""A writer, and the columns that it writes: "header: column | ..."; the header alone if the column has that name."""
 
 
 def _absent(value: object) -> bool:
@@ -130,7 +130,7 @@ def table(title: str, frame: pd.DataFrame, *columns: Columns, note: str = "") ->
 
 
 def shorten_table(shown: Table, most: int, where: str) -> Table:
-    """The first rows of a table; its note says of how many, and `where` the others are."""
+    """The first `most` rows of a table. A note says how many it has, and `where` the others are."""
     if len(shown.rows) <= most:
         return shown
     note = f"{most:,} of {len(shown.rows):,} rows; {where}"
@@ -175,7 +175,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
 
 
 def _column_of_dtypes(frame: pd.DataFrame) -> str:
-    """The column that says of which dtype a limit is: where all are of float64, as usual, there is none."""
+    """The column with the dtype of each limit, "" (none) if all are of float64."""
     return "dtype" if set(frame["dtype"]) - {"", "float64"} else ""
 
 
@@ -186,10 +186,7 @@ def placed_calls(row: Mapping[Any, Any]) -> str:
 
 
 def first_table(headline: pd.DataFrame) -> Table:
-    """The table that a run prints: a row a case.
-
-    Where cases are too many to read, a row stands for all cases of a mode.
-    """
+    """The table that a run prints: a row for each case, or for each mode if there are more than MOST_CASES."""
     return headline_table(headline) if len(headline) <= MOST_CASES else grouped_table(headline)
 
 
@@ -231,7 +228,7 @@ def _ranges(frame: pd.DataFrame, name: str, write: Callable[[object], str]) -> l
 
 
 def _title_of_comparison(headline: pd.DataFrame) -> str:
-    """Title by what the cases were held against: dry ranks have no numbers, a case that never ran has nothing."""
+    """The title, by what the cases were compared with: dry ranks have no numbers, a case that never ran has nothing."""
     if headline["worst_error"].notna().any():
         against = headline["against"].iloc[0]
         return f"Launch B against {against}" if against == LAUNCH else f"Every case against {against}"

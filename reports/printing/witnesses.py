@@ -1,7 +1,8 @@
-"""Tables of what the witnesses of a profiled run saw: what each says of the events, and what collectives cost in time.
+"""Tables of what the witnesses of a profiled run saw: what each says of the events, and the time of collectives.
 
 From witnesses.csv, collectives.csv and sessions.csv of the run folder, which only `--profile` makes. Times are seconds
-in sessions.csv, microseconds in collectives.csv, milliseconds in tables; an interval holds the median in 95 of 100.
+in sessions.csv, microseconds in collectives.csv, milliseconds in tables; an interval holds the median in 95 of 100
+samples.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ _GROUP = ["case", "phase", "op", "group_size"]
 
 
 def witness_tables(folder: Path) -> Iterator[Table]:
-    """The tables for which the folder has the files; none for a run that was not profiled."""
+    """The tables for which the folder has files; none for a run that was not profiled."""
     seen, sessions = _read_table(folder / "witnesses.csv"), _read_table(folder / "sessions.csv")
     steps = _words_of_steps(sessions)
     if len(seen):
@@ -42,7 +43,7 @@ def _words_of_steps(sessions: pd.DataFrame) -> str:
 
 
 def _agreement_table(seen: pd.DataFrame, steps: str) -> Table:
-    """How many events each witness confirms, by case and phase; a number below the first is a disagreement."""
+    """How many events each witness confirms, by case and phase. A number smaller than the first is a disagreement."""
     rows = []
     for case, of_case in seen.groupby("case", sort=False):
         for phase, part in of_case.groupby("phase", sort=False):

@@ -36,7 +36,7 @@ def _name_of_script(command: list[str]) -> str:
 
 
 def hang_main(arguments: argparse.Namespace) -> int:
-    """Print what was found; exit status 1 when ranks diverge. Raises RequestError for what is no dump."""
+    """Print the findings. Exit status 1 if ranks diverge. Raises RequestError for files that are no dumps."""
     ranks = read_standings(arguments.dumps)
     found = find_divergences(ranks)
     for line in lines_of_findings(ranks, found):

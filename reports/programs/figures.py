@@ -1,7 +1,7 @@
 """Figures of a recorded program, as frames: traffic, modules, steps, ranks, laws. Nothing is printed.
 
-Only what can be computed honestly: durations are those of calls that are waited for at once on the host's clock.
-Lateness is computed where all ranks share a clock. Bytes, microseconds.
+Only what follows from the recording: durations are those of calls that are waited for at once, on the host's clock.
+Lateness is computed if all ranks share a clock. Bytes, microseconds.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPE
 from shardproof.reports.stored.frames import LAYER_NUMBER, Run, join_ranks
 
 _MOST_LAWFUL = 100_000
-"""Events over which the laws are looked at: whole steps from the first on."""
+"""The most events that the laws are checked on: whole steps from the first on."""
 _MESSAGES = ("send", "recv")
 _KEYS = ["phase", "op", "axis", "group_size"]
 _PLACE = ["region", "phase", "axis"]
@@ -47,22 +47,22 @@ def program_traffic(run: Run) -> pd.DataFrame:
 
 
 def total(values: pd.Series) -> Any:
-    """The sum; NA where one of them is unknown."""
+    """The sum; NA if one of them is unknown."""
     return values.sum(skipna=False)
 
 
 def most(values: pd.Series) -> Any:
-    """The largest; NA where one of them is unknown."""
+    """The largest; NA if one of them is unknown."""
     return values.max(skipna=False)
 
 
 def _known_total(values: pd.Series) -> Any:
-    """The sum of those that are known; NA where none is."""
+    """The sum of the known ones; NA if there are none."""
     return values.sum(min_count=1)
 
 
 def with_known_sizes(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with NA for the size of a group that traces do not know."""
+    """The frame with NA for the size of a group if traces do not know it."""
     sizes = frame["group_size"].astype("Int64")
     return frame.assign(group_size=sizes.mask(sizes < 0))
 
@@ -169,10 +169,10 @@ def by_rank(run: Run) -> pd.DataFrame:
 
 
 def _lateness_by_rank(run: Run) -> pd.DataFrame:
-    """rank, late_us, last: of every collective that all ranks of its group issued, where all have one clock.
+    """rank, late_us, last: of every collective that all ranks of its group issued, if all have one clock.
 
-    A kernel waits for the last rank, and all end together: in traces, a rank is late by as much as its kernel is
-    shorter than the longest one, on any clocks.
+    A kernel waits for the last rank, and all end together. So in traces a rank is late by the time by which its kernel
+    is shorter than the longest one, on any clocks.
     """
     clocks = {str(about.get("clock")) for about in about_ranks(run.path).values()}
     events, traced = add_group_ranks(run), is_traced(run)
@@ -209,7 +209,7 @@ def device_steps(run: Run) -> pd.DataFrame:
 
 
 def on_device(run: Run) -> pd.DataFrame:
-    """The medians of `device_steps` over the steps of a rank, and how many `steps` it has."""
+    """The medians of `device_steps` over the steps of a rank, and the number of these `steps`."""
     frame = device_steps(run).assign(steps=1)
     times = ("device_us", "compute_us", "communication_us", "exposed_us", "share")
     return frame.groupby("rank").agg({"steps": "sum"} | dict.fromkeys(times, "median")).reset_index()
@@ -227,7 +227,7 @@ def largest_payloads(run: Run, number: int = 3) -> pd.DataFrame:
 
 
 def add_group_ranks(run: Run) -> pd.DataFrame:
-    """The ledger with the ranks of every call's group, "" where its axis stands for several groups of its rank."""
+    """The ledger with the ranks of every call's group, "" if its axis stands for several groups of its rank."""
     groups = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
     known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}
@@ -237,7 +237,7 @@ def add_group_ranks(run: Run) -> pd.DataFrame:
 
 
 def list_findings(run: Run) -> list[str]:
-    """Sentences worth knowing: broken laws, calls that move nothing, steps or micro-batches that differ."""
+    """Findings in sentences: broken laws, calls that move nothing, steps or micro-batches that differ."""
     if run.ledger.empty:
         return ["no call was recorded"]
     return [
@@ -280,7 +280,7 @@ def _broken_laws(run: Run) -> Iterator[str]:
 
 
 def _common_steps(run: Run) -> set[int]:
-    """The steps that the traces of all ranks have: the profiler may be on at other times on each."""
+    """The steps that the traces of all ranks have, since the profiler may be on at other times on each."""
     own = [set(numbers) for _, numbers in steps_by_rank(run).groupby("rank")["step"]]
     return set.intersection(*own) if own else set()
 
@@ -306,7 +306,7 @@ def list_events(frame: pd.DataFrame) -> Iterator[Event]:
 
 
 def _idle_calls(run: Run) -> Iterator[str]:
-    """Calls that move nothing: in a group of one rank, or of no bytes."""
+    """Calls that move nothing: in a group of one rank, or without bytes."""
     events = run.ledger
     for words, rows in (
         ("in groups of one rank", events[events["group_size"] == 1]),

@@ -1,7 +1,7 @@
 """The figures of a recorded program, or of traces, as frames by name: what the tables show and the page draws.
 
-How fast it was is among them: tokens and bandwidth, and its step beside the case that describes it. Beside a case stand
-calls and bytes of rank 0, in the median recorded step and the closed form.
+They include its speed, as tokens and bandwidth, and its step beside the case that describes it: calls and bytes of rank
+0, in the median recorded step and in the closed form.
 """
 
 import math
@@ -27,7 +27,7 @@ def step_s(run: Run) -> float:
 
 
 def tokens_per_second(run: Run) -> Iterator[tuple[str, str]]:
-    """Names and amounts: tokens a second where the recording was given them."""
+    """Names and amounts: tokens a second, if the recording was given their number."""
     took = step_s(run)
     if math.isnan(took) or not took:
         return
@@ -52,11 +52,11 @@ def bandwidth_by_size(run: Run) -> pd.DataFrame:
 
 
 _Kind = tuple[str, int]
-"""Op and ranks of the group: a program's axes may have other names than the case's."""
+"""Op and ranks of the group, since a program's axes may have other names than the case's."""
 
 
 def compare_with_case(run: Run) -> tuple[pd.DataFrame, str]:
-    """op, group_size, calls, predicted_calls, payload_bytes, predicted_bytes; and why there are none, if so.
+    """op, group_size, calls, predicted_calls, payload_bytes, predicted_bytes; or why there are none.
 
     Calls and bytes are those of rank 0 in the median recorded step, and in the closed form of the case.
     """

@@ -28,7 +28,7 @@ NO_CASE = "no case describes this program, so nothing is compared with a dense m
 _MOST_MODULES = 20
 _MOST_SIZES = 12
 _TIMES = {False: "inside calls that are waited for at once", True: "of their kernels, or gloo's rows"}
-"""Of what the durations are, in a recorded program and in a trace."""
+"""What durations are of, in a recorded program (False) and in a trace (True)."""
 
 
 def overview_table(run: Run) -> Table:
@@ -83,7 +83,7 @@ def _traffic_table(run: Run) -> Table:
         figures.program_traffic(run),
         (str, "phase | op | axis"),
         (count, "ranks: group_size | calls"),
-        (_half_of_line, "a step: per_step"),
+        (_short_number, "a step: per_step"),
         (byte_size, "payload: payload_bytes | wire: wire_bytes"),
         (milliseconds, "ms in calls: in_calls_us"),
         note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
@@ -183,14 +183,14 @@ def _tables_beside(run: Run) -> list[Table]:
         frame,
         (str, "op"),
         (count, "ranks: group_size"),
-        (_half_of_line, "calls | predicted: predicted_calls"),
+        (_short_number, "calls | predicted: predicted_calls"),
         (byte_size, "payload: payload_bytes | predicted payload: predicted_bytes"),
         note=why_not or f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}",
     )
     return [compared]
 
 
-def _half_of_line(value: object) -> str:
+def _short_number(value: object) -> str:
     return f"{float(str(value)):g}"
 
 
@@ -220,7 +220,7 @@ def _ranks_table(run: Run) -> Table:
             _message_columns(frame),
             (byte_size, "wire: wire_bytes"),
             (milliseconds, "ms in kernels: exposed_us | ms late: late_us"),
-            (_half_percent, "last %: latest"),
+            (_whole_percent, "last %: latest"),
             note="late: median time by which the rank's kernel is shorter than the longest one of the group, over "
             "collectives of which every rank left a trace: a kernel waits for the last rank; last: share of them in "
             "which it came last",
@@ -234,7 +234,7 @@ def _ranks_table(run: Run) -> Table:
         (count, "async: async_calls"),
         (byte_size, "wire: wire_bytes"),
         (milliseconds, "ms exposed: exposed_us | ms late: late_us"),
-        (_half_percent, "last %: latest"),
+        (_whole_percent, "last %: latest"),
         (byte_size, "host memory: host_bytes | device memory: device_bytes"),
         note="exposed: inside calls that are waited for at once; async: calls whose duration is not known; late: "
         "median time behind the first rank of the group, over collectives; last: share of them in which it came last; "
@@ -250,5 +250,5 @@ def _message_columns(frame: pd.DataFrame) -> Columns:
 _NO_CLOCK = "; lateness is not known, since ranks are on machines with clocks of their own"
 
 
-def _half_percent(value: object) -> str:
+def _whole_percent(value: object) -> str:
     return "-" if value != value else f"{float(str(value)):.0f}"  # noqa: PLR0124  (NaN)

@@ -15,7 +15,7 @@ _Kind = frozenset[tuple[Any, int]]
 
 
 def median_over_steps(calls: Iterable[int], steps_in_all: int) -> float:
-    """The median over steps, those without such a call included."""
+    """The median over steps, with 0 for those without such a call."""
     there = [int(one) for one in calls]
     padded = sorted([0] * (steps_in_all - len(there)) + there)
     middle = len(padded) // 2
@@ -23,7 +23,7 @@ def median_over_steps(calls: Iterable[int], steps_in_all: int) -> float:
 
 
 def find_unlike_steps(run: Run, unit: str) -> Iterator[str]:
-    """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
+    """Steps, or the micro-batches of a step, that issue other calls than most, in one sentence."""
     kinds = _find_kinds(run, unit)
     if len(kinds) > 1:
         most = _typical_kind(kinds)
@@ -50,7 +50,7 @@ def list_unlike_steps(run: Run) -> list[int]:
 def _find_kinds(run: Run, unit: str) -> Mapping[_Kind, list[int]]:
     """The steps, or micro-batches of the last step, by the calls that they issue."""
     events = _without_uneven_sizes(run.ledger.astype({"axis": "str", "op": "str", "phase": "str"}))
-    events = events.assign(payload_bytes=events["payload_bytes"].fillna(0))  # a call of a size that is not compared
+    events = events.assign(payload_bytes=events["payload_bytes"].fillna(0))  # a size that is not compared
     events = events[events["step"] >= 0]  # a trace has calls outside of steps
     if unit == "microbatch":
         inside = events["phase"].isin(PASSES)
@@ -62,7 +62,7 @@ def _find_kinds(run: Run, unit: str) -> Mapping[_Kind, list[int]]:
 
 
 def _typical_kind(kinds: Mapping[_Kind, list[int]]) -> _Kind:
-    """The kind that is closest to the median of all: each call as often as in the median step, or micro-batch."""
+    """The kind that is closest to the median of all, which has each call as often as the median step or micro-batch."""
     counts: dict[Any, list[int]] = {}
     for kind, numbers in kinds.items():
         for call, times in kind:
@@ -78,7 +78,9 @@ def _typical_kind(kinds: Mapping[_Kind, list[int]]) -> _Kind:
 
 
 def _without_uneven_sizes(events: pd.DataFrame) -> pd.DataFrame:
-    """The calls; all-to-alls of a place that sends unlike numbers of rows, or may, have no size: the data decide."""
+    """The calls. An all-to-all whose place sends different numbers of rows, or may, has no size, since that depends on
+    data.
+    """
     if "sent_rows" not in events:
         return events
     sent = events["sent_rows"].astype("str")
@@ -97,7 +99,7 @@ def _count_calls(rows: pd.DataFrame) -> Mapping[Any, int]:
 
 
 def _words_of_calls(more: Counter[Any], less: Counter[Any]) -> str:
-    """The first call that is more, or less, and how many there are, on the rank that has most of them."""
+    """The first call that is extra or missing, and how many there are, on the rank that has most of them."""
     parts = []
     for sign, calls in (("more", more), ("fewer", less)):
         if calls:

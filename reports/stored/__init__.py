@@ -1,1 +1,1 @@
-"""Run folders read: as files, as frames, and what they come to."""
+"""Reads run folders: as files, as frames, and as sums."""

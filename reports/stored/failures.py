@@ -1,9 +1,9 @@
-"""Failures grouped by their first place, one block of six lines each, and how each spread from there.
+"""Failures grouped by their first place, with a block of six lines for each, and how each spread from there.
 
-The place is that of the six lines (`harness.verdicts.verdict.Verdict.site`), layers counted as one. So one bug of all
-checks, cases and modes is one group. From `errors.csv` a group has a map of layers by phases, error over allowed. A
-cell is the worst tensor that a layer computes in a phase. The first step has its own columns, all later steps together
-theirs: they follow from it. The first place has a mark of its own, whatever its numbers are.
+The place is that of the six lines (`harness.verdicts.verdict.Verdict.site`), with layers counted as one. So one bug in
+all checks, cases and modes is one group. From `errors.csv` a group has a map of layers by phases, with error over
+allowed. A cell is the worst tensor that a layer computes in a phase. The first step has its own columns; all later
+steps share theirs, since they follow from it. The first place is marked, whatever its numbers are.
 """
 
 import linecache
@@ -25,15 +25,15 @@ from shardproof.reports.stored.frames import Run, csv_table
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the dtype in which rounding hides least."""
 _NAMED_CASES = 3
-"""Cases that one title names."""
+"""The most cases that a title names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """Failed checks that share their first place: the first of them.
+    """Failed checks with the same first place: the first of them.
 
-    `others` are the checks that fail beside it, or as it does in further cases, with the number of these cases, and
-    `cases` how many cases there are in all.
+    `others` are further checks that fail with it, or the same check in further cases, with the number of these cases.
+    `cases` is the number of all cases.
     """
 
     verdict: Verdict
@@ -69,14 +69,16 @@ class OpenCheck:
 
     @property
     def title(self) -> str:
-        """The verdict, its check where that is unknown, and the cases: "unknown (waits): tp=3; tp=2"."""
+        """The verdict, its check if that is unknown, and the cases: "unknown (waits): tp=3; tp=2"."""
         check = f" ({self.check})" if self.verdict == UNKNOWN else ""  # a reason to skip names its check itself
         more = len(self.cases) - _NAMED_CASES
         return f"{self.verdict}{check}: {'; '.join(self.cases[:_NAMED_CASES])}{f' and {more} more' if more > 0 else ''}"
 
 
 def open_checks(records: Iterable[Verdict]) -> list[OpenCheck]:
-    """What is neither right nor wrong, unknown before skipped: what one reason leaves open in several cases is one."""
+    """What is neither right nor wrong, unknown before skipped. What one reason leaves open in several cases is one
+    item.
+    """
     found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for one in records:
         if one.verdict in (UNKNOWN, SKIP):
@@ -92,8 +94,8 @@ def open_checks(records: Iterable[Verdict]) -> list[OpenCheck]:
 def _by_first_place(failed: Sequence[Verdict]) -> list[list[Verdict]]:
     """Failed verdicts, those with one first place together, in the order in which their cases are stored.
 
-    Of one case the largest error over its limit comes first, among failures of one first place and among such places.
-    Failures of one case that have other causes are other faults, at the same place too.
+    For each case the largest error over its limit comes first, within a first place and among places. Failures of one
+    case with other causes are other faults, even at the same place.
     """
     shares = _shares_of_limits(failed)
     turn = {case: place for place, case in enumerate(dict.fromkeys(one.case for one in failed))}
@@ -111,8 +113,8 @@ def _by_first_place(failed: Sequence[Verdict]) -> list[list[Verdict]]:
 def _shares_of_limits(failed: Sequence[Verdict]) -> list[float]:
     """Errors of failures in units of their limits.
 
-    A limit of 0 counts as the smallest other one of its case. Layouts, names and data come before any number,
-    and are infinite. Counts of calls come last.
+    A limit of 0 counts as the smallest other one of its case. Layouts, names and data come before any number, with an
+    infinite error. Counts of calls come last.
     """
     limits: dict[str, float] = {}
     for one in failed:
@@ -143,14 +145,14 @@ def simplicity_key(case: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 _OF_CALLS = frozenset({"ledger", "groups", "waits", "overlap", "parallelism"})
-"""Checks that look at no number of a tensor."""
+"""Checks that compare no numbers of tensors."""
 _TYPES = dict.fromkeys(("case", "name", "phase", "region", "first"), "str") | {
     "step": "int64",
     "error": "float64",
     "allowed": "float64",
 }
 _WHOLE = "whole model"
-"""The row of what no module computes alone: logits, losses, norms of gradients, sums over ranks."""
+"""The row of tensors that no single module computes: logits, losses, norms of gradients, sums over ranks."""
 _MOST_ROWS = 40
 _WORST = 4
 _Place = tuple[str, bool, str]
@@ -161,7 +163,7 @@ _Place = tuple[str, bool, str]
 class Cell:
     """A layer in one phase: error over allowed as text, its class, the tensor, whether it is first.
 
-    `heat` is "" where nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by powers of ten.
+    `heat` is "" if nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by powers of ten.
     """
 
     text: str = ""
@@ -181,7 +183,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureGroup:
-    """Failures with one first place: where, in which cases, the first of them with its map, and what follows."""
+    """Failures with one first place: where, in which cases, the first of them with its map, and the others."""
 
     place: str
     cases: tuple[str, ...]
@@ -189,7 +191,7 @@ class FailureGroup:
     map: Map | None
     others: tuple[Verdict, ...]
     called_at: str = ""
-    """Where the first call of the first place is issued, "" where it has none: `file:line: source`."""
+    """Where the first call of the first place is issued, `file:line: source`, or ""."""
 
 
 def group_by_place(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame) -> list[FailureGroup]:
@@ -210,21 +212,21 @@ def group_by_place(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame
 
 
 def find_first_caller(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
-    """File and line of the first of these calls in the first place of a failure, "file:line"; "" for none."""
+    """File and line of the first of these calls in the first place of a failure, "file:line", or ""."""
     phase, module = (failure.first.phase, failure.first.region) if failure else ("", "")
     first = calls[(calls["phase"] == phase) & (calls["region"] == module)]["caller"].head(1)
     return str(first.iloc[0]) if len(first) else ""
 
 
 def _called_at(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
-    """The first caller, with the source if it is here."""
+    """The first caller, with the source if the file is here."""
     file, _, line = (caller := find_first_caller(calls, failure)).rpartition(":")
     source = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
     return f"{caller}: {source}" if source else caller
 
 
 def maps_of_cases(folder: Path, cases: Collection[str]) -> dict[str, Map]:
-    """Case -> its map, of these cases; {} for a run in which nothing failed, or which was stored without it."""
+    """Case -> its map, of these cases; {} for a run without failures, or stored without errors."""
     path = folder / "errors.csv"
     if not path.is_file():
         return {}
@@ -267,7 +269,7 @@ def _layer_of_region(region: str) -> str:
 
 def _layers_in_order(errors: pd.DataFrame) -> list[str]:
     """The rows in the order of forward: activations are stored in it, updates in the reverse one."""
-    compared = errors[errors["name"].fillna("").ne("")]  # the row of the first place names no tensor, and has no order
+    compared = errors[errors["name"].fillna("").ne("")]  # the row of the first place has no tensor and no order
     forward = list(compared.loc[compared["phase"] == "forward", "layer"])
     updates = list(errors.loc[errors["phase"] == "step", "layer"])[::-1]
     order = dict.fromkeys([*forward, *updates, *errors["layer"]])
@@ -275,9 +277,9 @@ def _layers_in_order(errors: pd.DataFrame) -> list[str]:
 
 
 def _share_of_limit(error: float, allowed: float) -> float:
-    """Error in units of what is allowed; infinite where that is nothing, or the error is infinite or no number.
+    """The error in units of its limit; infinite if nothing is allowed, or the error is not finite.
 
-    A control run of what overflows has an infinite limit, which says nothing of an infinite error.
+    A control run that overflows has an infinite limit, which does not allow an infinite error.
     """
     if not math.isfinite(error) or (error and not allowed):
         return math.inf

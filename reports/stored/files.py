@@ -1,8 +1,8 @@
-"""The files of a run folder or a baseline, read with care: what a killed writer left is mended, all else is one error.
+"""Reads the files of a run folder or a baseline: what a killed writer left is repaired, anything else is one error.
 
 A last line without its end is dropped with a note; a broken file raises RunFolderError with one message that names it.
 Of a recorded program, each rank wrote a part, `ranks/<rank>/` (harness.programs.part). A line cut in its middle is left
-out and counted, a rank without an orderly end is named once.
+out and counted; a rank without an orderly end is named once.
 """
 
 import json
@@ -26,18 +26,18 @@ class RunFolderError(RequestError):
 
 
 def shorten_path(name: str | Path) -> str:
-    """A path as a message names it: of one that is too long to be read, its beginning."""
+    """A path as a message names it; only the beginning of a very long one."""
     text = str(name)
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text):,} characters)"
 
 
 def guard_looking(name: str | Path) -> AbstractContextManager[None]:
-    """Look whether something is there. Raises RunFolderError for what the system refuses to look at."""
+    """Check whether something is there. Raises RunFolderError if the system does not allow that."""
     return guard_file(f"run {shorten_path(name)}", _LEGAL, failed="cannot be looked at", kind=RunFolderError)
 
 
 def refuse_file(path: Path) -> None:
-    """Raise RunFolderError for a file in the place of a run folder, which names the run folder that it lies in."""
+    """Raise RunFolderError for a file in place of a run folder. The message names the run folder that it lies in."""
     if not path.is_file():
         return
     folder = path.parent if any((path.parent / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl")) else ""
@@ -46,8 +46,8 @@ def refuse_file(path: Path) -> None:
 
 
 def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
-    """The path of a run folder. Raises RunFolderError when there is none, and without `matrix` for a folder that has a
-    kill matrix in place of cases.
+    """The path of a run folder. Raises RunFolderError if there is none, and without `matrix` for a folder with a kill
+    matrix instead of cases.
     """
     path = Path(name)
     with guard_looking(path):
@@ -72,12 +72,12 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
 
 
 def is_matrix(folder: Path) -> bool:
-    """Whether `shardproof faults` wrote this folder, which has no cases of its own."""
+    """Whether `shardproof faults` wrote this folder, which has no cases."""
     return (folder / MATRIX).is_file() and not (folder / "cases.jsonl").is_file()
 
 
 def environment_of(run: Path, notes: list[str]) -> dict[str, Any]:
-    """The object of env.json, empty where there is none. Raises RunFolderError for a file that holds another thing."""
+    """The object of env.json, empty if there is none. Raises RunFolderError for a file with other content."""
     path = run / _ENVIRONMENT
     if not path.is_file():
         notes.append("env.json is missing: versions and machine are unknown")
@@ -101,7 +101,9 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file, one a line with the needed keys; a missing file is a note. Raises RunFolderError."""
+    """The objects of a file, one in each line, with the needed keys; a missing file is a note.
+    Raises RunFolderError.
+    """
     if not path.is_file():
         notes.append(f"{path.name} is missing: the run was stopped before it was written")
         return []
@@ -119,7 +121,7 @@ def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict
 
 
 def whole_lines(path: Path, notes: list[str]) -> bytes:
-    """The file up to its last line end: a line that a killed writer left unfinished is dropped, with a note.
+    """The file up to its last line end. A line that a killed writer left unfinished is dropped, with a note.
 
     Raises RunFolderError for a file that cannot be read.
     """
@@ -136,10 +138,10 @@ def whole_lines(path: Path, notes: list[str]) -> bytes:
 
 
 def _unzip_readable(path: Path, notes: list[str]) -> bytes:
-    """All that can be unpacked; an archive cut at its end gives what came before the cut."""
+    """All that can be decompressed; of an archive that was cut, what came before the cut."""
     packed, data = path.read_bytes(), bytearray()
     while packed:
-        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # gzip; a file may hold several members
+        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # a gzip file may hold several members
         data += member.decompress(packed)
         if not member.eof:
             notes.append(f"{path.name}: the archive is cut: the run was stopped while packing it")
@@ -166,12 +168,12 @@ def part_folders(run: Path) -> dict[int, Path]:
 
 
 def ends_of(run: Path) -> dict[int, dict[str, Any]]:
-    """Rank -> what it wrote at its orderly end; ranks without one are left out."""
+    """Rank -> what it wrote at its orderly end, without ranks that have none."""
     return _by_rank(run, "end.json")
 
 
 def about_ranks(run: Path) -> dict[int, dict[str, Any]]:
-    """Rank -> host, process and clock; ranks that were killed before they wrote it are left out."""
+    """Rank -> host, process and clock, without ranks that were killed before they wrote it."""
     return _by_rank(run, "rank.json")
 
 
@@ -181,7 +183,7 @@ def _by_rank(run: Path, name: str) -> dict[int, dict[str, Any]]:
 
 
 def note_unfinished_ranks(run: Path, world_size: int) -> list[str]:
-    """Notes before the numbers: ranks without a part or an end, and what the recorder failed at."""
+    """Notes before the numbers: ranks without a part or an end, and errors of the recorder."""
     there, over = part_folders(run), ends_of(run)
     notes = []
     if missing := sorted(set(range(world_size)) - there.keys()):
@@ -199,13 +201,13 @@ def note_unfinished_ranks(run: Path, world_size: int) -> list[str]:
 
 
 def unknown_of(env: Mapping[str, Any]) -> list[str]:
-    """Sentences on what the traces of a run folder do not know; none of another run."""
+    """Sentences on what the traces of a run folder lack; none for another run."""
     unknown = env.get("unknown")
     return [str(one) for one in unknown.get("sentences") or ()] if isinstance(unknown, dict) else []
 
 
 def doubts_of(run: Path) -> list[str]:
-    """Notes on what the recorder was not certain of."""
+    """Notes on what the recorder was uncertain of."""
     every = [end.get("doubts") for end in ends_of(run).values()]
     doubts = dict.fromkeys(str(doubt) for own in every if isinstance(own, list) for doubt in own)
     return [f"not certain: {doubt}" for doubt in doubts]

@@ -3,7 +3,7 @@
 Reads what `harness` writes and nothing else, and never writes. Every frame is flat; text columns with a natural order
 (mode, phase, op, axis) are ordered categoricals, so that every table sorts alike. Units are in the column names: bytes,
 microseconds. A folder that a killed run left behind loads too. A line cut in its middle is dropped, a missing summary
-is made from the ledger, and `Run.notes` names both. What is no such table raises RunFolderError.
+is made from the ledger, and `Run.notes` names both. A broken file raises RunFolderError.
 """
 
 import io
@@ -38,7 +38,7 @@ from shardproof.reports.stored.files import (
 
 
 def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:
-    """The rows of a CSV file; `types` by column, "str" where the file may hold anything; an empty file has no row.
+    """The rows of a CSV file, none if it is empty. `types` by column; "str" for one that may hold anything.
 
     Raises RunFolderError for a file that is cut, lacks a column, or holds a wrong value.
     """
@@ -81,7 +81,7 @@ def join_ranks(run: Path, name: str, types: Mapping[str, str], notes: list[str])
 LAYER_NUMBER = r"(?<=\.)\d+(?=\.|$)"
 """The number of a layer in the path of a module, as a regular expression."""
 MOST_RANKS = 2**20
-"""A larger world is no run's."""
+"""The largest world that a run may have."""
 _ORDER = {"phase": PHASES, "op": OPS, "axis": SHOWN}
 
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
@@ -119,16 +119,16 @@ class Run:
     """Everything one command produced.
 
     cases     case, mode, world_size and what else the run said of it; one row a case
-    ledger    the contract's columns; one row an event. Of traces, what they do not know: "?", -1 for step, microbatch
-              and group_size, NA for bytes, NaN for times
+    ledger    the contract's columns; one row an event. What a trace does not know is "?" in a column of text, -1 for
+              step, microbatch and group_size, NA for bytes, NaN for times
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (both as
-              text), mode; one row a check, and an unknown "run" where a killed run lost some of a case
+              text), mode; one row a check. If a killed run lost verdicts of a case: a row of check "run", unknown
     records   the same verdicts as records (harness.verdicts.verdict.Verdict), in the same order
     timings   case, part, seconds, mode; one row a part of a case
     memory    case, rank, saved_bytes: the most that autograd held for backward; empty when it was not measured
     spans     case, rank, step, kind ("F", "B", or the op of an asynchronous call), micro, chunk, start_us, end_us,
-              call_index: when the ranks of a pipeline computed; empty where ranks took turns and of other cases
+              call_index: when the ranks of a pipeline computed; no rows where ranks took turns, or without a pipeline
     env       versions, machine, command
     notes     what is missing or was mended on reading; empty for a complete run
     cut       those of the notes that say that the run was cut off, so that it may lack events
@@ -235,7 +235,7 @@ def _read_cases(path: Path, notes: list[str]) -> pd.DataFrame:
 
 
 def _read_verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
-    """The verdicts of a file, those of failed checks with what later rows state of them. Raises RunFolderError."""
+    """The verdicts of a file; a later row adds the words that a failure needs (`when`). Raises RunFolderError."""
     lines = json_lines(path, ("case", "check"), notes)
     found: list[Verdict] = []  # tests may prove a case several times: a later pass hides no failure
     failed: dict[tuple[str, str], int] = {}
@@ -268,7 +268,7 @@ def frame_of(records: Sequence[Verdict]) -> pd.DataFrame:
 
 
 def _note_torn_verdicts(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
-    """An unknown verdict for every case that has more than are stored: what is there must not read as all of it."""
+    """An unknown verdict for every case that lost some of its verdicts, so that the stored ones do not pass for all."""
     rows = [line for line in lines if "verdict" in line]
     stored = Counter(str(line["case"]) for line in rows)
     needed = {str(line["case"]): line["of"] for line in rows if isinstance(line.get("of"), int)}

@@ -18,11 +18,11 @@ from shardproof.reports.stored.frames import Run, in_order
 from shardproof.reports.stored.unchecked import by_case, decided_words, fields_left_out
 
 RANKING = ("pass", "skip", "unknown", "fail")
-"""Verdicts from good to bad; a case is as good as its worst check."""
+"""Verdicts from good to bad. A case has the verdict of its worst check."""
 _TRAFFIC = ("calls", "payload_bytes", "wire_bytes")
 _EXPECTED = ("expected_calls", "expected_payload_bytes")
 _COUNTING = ("ledger",)
-"""Checks whose worst is a number of events and no error of a tensor."""
+"""Checks whose worst item is a number of events, and no error of a tensor."""
 
 
 def worst_first(verdicts: pd.DataFrame) -> pd.DataFrame:
@@ -31,13 +31,13 @@ def worst_first(verdicts: pd.DataFrame) -> pd.DataFrame:
 
 
 def worst_verdict(verdicts: pd.DataFrame) -> str:
-    """The worst verdict of these; "unknown" when there is none, for what was not checked is no pass."""
+    """The worst verdict of these; "unknown" without any, since an unchecked case is no pass."""
     words = [str(word) for word in verdicts["verdict"]]
     return max(words, key=badness_of, default="unknown")
 
 
 def badness_of(verdict: str) -> int:
-    """Place from good to bad; an unknown word is as bad as "unknown"."""
+    """The place of a verdict from good to bad; an unknown word is as bad as "unknown"."""
     return RANKING.index(verdict if verdict in RANKING else "unknown")
 
 
@@ -82,7 +82,7 @@ def headline(run: Run) -> pd.DataFrame:
 
 
 LAUNCH = "launch A"
-"""What the second of two launches is held against, of which no call is recorded."""
+"""What the second of two launches is compared with; no calls are recorded then."""
 
 
 def _held_against(run: Run) -> str:
@@ -96,7 +96,7 @@ def _held_against(run: Run) -> str:
 
 
 def _partly_stated(run: Run) -> dict[str, str]:
-    """Case -> "as stated", where its calls meet a closed form that leaves fields out."""
+    """Case -> "as stated", if its calls meet a closed form that leaves fields out."""
     return {one.case: "as stated" for one in run.records for _ in fields_left_out(one)}
 
 
@@ -118,7 +118,7 @@ def tally_of_run(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
 
 
 def _open_beside_failures(ran: pd.DataFrame, records: Sequence[Verdict]) -> str:
-    """The checks that are unknown in failed cases, which are counted as failed; "" where there is none."""
+    """The checks that are unknown in failed cases, which are counted as failed; "" without any."""
     failed = set(ran.loc[ran["verdict"].eq("fail"), "case"])
     found = [one for one in records if one.case in failed and one.verdict == UNKNOWN]
     checks, cases = [*dict.fromkeys(one.check for one in found)], len({one.case for one in found})
@@ -161,12 +161,14 @@ def group_headline(headline: pd.DataFrame) -> pd.DataFrame:
 
 
 def _known_sum(numbers: "pd.Series[int]") -> int | None:
-    """Their sum; None when one of them is not known."""
+    """Their sum; None if one of them is not known."""
     return None if numbers.isna().any() or numbers.empty else int(numbers.sum())
 
 
 def _count_unplaced(run: Run) -> "pd.Series[int]":
-    """By case, the calls without a phase: they are counted as data, and the check of the ledger doubts that."""
+    """By case, the number of calls without a phase. They are counted as data, and the check of the
+    ledger reports them.
+    """
     doubtful = {one.case for one in run.records for note in one.notes if note.reason == NO_PHASE}
     calls = _count_calls(run, "data")
     return calls[calls.index.isin(doubtful)]
@@ -183,7 +185,7 @@ def words_but(case: str, *keys: str) -> str:
 
 
 def split_common_words(texts: Iterable[str]) -> tuple[str, list[str]]:
-    """The words that all of several texts share, and what is left of each text without them."""
+    """The words that all of several texts have in common, and the rest of each text."""
     words = [text.split() for text in texts]
     if len(words) < 2:
         return "", [" ".join(own) for own in words]
@@ -192,10 +194,10 @@ def split_common_words(texts: Iterable[str]) -> tuple[str, list[str]]:
 
 
 def _closest_to_limit(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it.
+    """By case, error and limit of the check that came closest to its limit, or went furthest beyond it.
 
-    Of a case that fails the failed checks alone: a small error beside a large limit would say that all is well. Of
-    these, those beyond a limit come first: rounding may be all by which replicas differ, where nothing is allowed.
+    For a case that fails, only failed checks count, since a small error beside a large limit would look right. Among
+    these, checks with a limit above 0 come first: replicas, for which nothing is allowed, may differ by rounding alone.
     """
     fails = verdicts["verdict"].eq("fail")
     verdicts = verdicts[fails | ~verdicts["case"].isin(verdicts.loc[fails, "case"])]
@@ -208,7 +210,7 @@ def _closest_to_limit(verdicts: pd.DataFrame) -> pd.DataFrame:
 
 
 def _share_of_limit(error: "pd.Series[float]", allowed: "pd.Series[float]") -> "pd.Series[float]":
-    """Error in units of what is allowed. Exact checks allow 0: no error there is no news, any error the worst news."""
+    """The error in units of its limit. For exact checks, which allow 0, no error ranks last and any error first."""
     exact = error.map({0.0: -1.0}).fillna(math.inf)
     return (error / allowed.where(allowed > 0)).where(allowed > 0, exact).where(error.notna())
 
@@ -233,8 +235,9 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
 
 
 def _agrees_with_expectation(lines: pd.DataFrame) -> "pd.Series[str]":
-    """Per line of the summary: do calls and bytes of every rank meet what is expected of that rank?"""
-    apart = lines.get("ranks_apart", pd.Series(pd.NA, index=lines.index, dtype="Int64"))  # there where ranks differ
+    """For each line of the summary, whether calls and bytes of every rank are those expected of that rank."""
+    # Filled where ranks differ.
+    apart = lines.get("ranks_apart", pd.Series(pd.NA, index=lines.index, dtype="Int64"))
     alike = lines["calls"].eq(lines["expected_calls"]) & lines["payload_bytes"].eq(lines["expected_payload_bytes"])
     same = apart.eq(0).where(apart.notna(), alike)
     known = lines[list(_EXPECTED)].notna().all(axis=1)
@@ -245,7 +248,7 @@ _COMPUTED = ("F", "B")
 
 
 def cores_of_machine(run: Run) -> str:
-    """How many cores the machine of the run had."""
+    """The number of cores of the run's machine."""
     return str(run.env.get("machine", {}).get("cores") or "an unknown number of")
 
 
@@ -280,7 +283,7 @@ def measure_pipelines(run: Run) -> pd.DataFrame:
 
 
 def overlapped_us(spans: pd.DataFrame) -> float:
-    """For how long calls of these spans were under way while their own rank computed, all calls added up."""
+    """How long calls of these spans were in progress while their own rank computed, added up over calls."""
     found = 0.0
     for _, own in spans.groupby("rank"):
         times = own[["start_us", "end_us"]].set_axis(own["kind"].isin(_COMPUTED))

@@ -1,8 +1,8 @@
-"""Bounds of the verdicts of a run: how many tensors they decide, by kind, and notes on what they leave unchecked.
+"""What the verdicts of a run leave open: how many tensors they decide, by kind, and notes on what was not checked.
 
-A tensor is decided when it was found right or wrong: returned, merged, known to the truth, with limits that admit no
-half of it. A kind is what a name begins with, in words: "gradients" of "grad/head.weight". Every case's own list is in
-`verdicts.jsonl`, and a note adds the cases up.
+A tensor is decided if it was found right or wrong: returned, merged, in the truth, with limits that do not admit half
+of it. A kind is the beginning of a name, in words: "gradients" for "grad/head.weight". Every case's own list is in
+`verdicts.jsonl`; a note adds the cases up.
 """
 
 import re
@@ -25,7 +25,7 @@ _OWN = (NoteKind.UNDECIDED, NoteKind.NOT_IN_TRUTH)
 
 
 def by_kind(records: Iterable[Verdict]) -> pd.DataFrame:
-    """case, kind, decided, tensors: one row a case and kind; empty where no verdict counts any."""
+    """case, kind, decided, tensors: one row for each case and kind; empty if no verdict counts any."""
     rows = [(one.case, name_of_kind(kind), *counts) for one in records for kind, counts in one.decided.items()]
     frame = pd.DataFrame(rows, columns=["case", "kind", *_COUNTED])
     return frame.groupby(["case", "kind"], sort=False, as_index=False)[list(_COUNTED)].sum()
@@ -37,7 +37,7 @@ def by_case(records: Iterable[Verdict]) -> pd.DataFrame:
 
 
 def decided_words(records: Iterable[Verdict]) -> str:
-    """All cases added up: "all 43 tensors decided", or the numbers of every kind that is not decided whole; "" where
+    """All cases added up: "all 43 tensors decided", or the numbers of every kind that is not fully decided; "" if
     nothing was counted.
     """
     kinds = by_kind(records).groupby("kind", sort=False)[list(_COUNTED)].sum()
@@ -47,7 +47,7 @@ def decided_words(records: Iterable[Verdict]) -> str:
 
 
 def unchecked_notes(run: Run) -> list[str]:
-    """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
+    """All notes, the most important first. Except for undecided tensors, they come from checks that passed."""
     every_kind = (
         _note_undecided,
         _note_splits,
@@ -64,7 +64,7 @@ def unchecked_notes(run: Run) -> list[str]:
 
 
 def _note_undecided(run: Run) -> Iterator[str]:
-    """A note for each kind of which returned tensors stay undecided: how many, in how many cases, and which."""
+    """A note for each kind with undecided tensors that were returned: how many, in how many cases, and which."""
     failed = {(one.case, name) for one in run.records for name in _wrong_names(one)}
     names: dict[str, Counter[str]] = {}
     cases: dict[str, set[str]] = {}
@@ -82,14 +82,14 @@ def _note_undecided(run: Run) -> Iterator[str]:
 
 
 def _wrong_names(one: Verdict) -> Iterator[str]:
-    """The tensors that a failed check found wrong: whatever another check cannot say of them, they are decided."""
+    """The tensors that a failed check found wrong: these are decided, even if another check could not decide."""
     if one.verdict == FAIL:
         yield from (wrong.name for wrong in one.failure.wrong) if one.failure else ()
         yield from [one.worst.name] if one.worst else []
 
 
 def _note_splits(run: Run) -> Iterator[str]:
-    """The shares of a foreign subject's parameters that are split, the least first, and the cases that they hold in."""
+    """The percentages of a foreign subject's parameters that are split, the smallest first, and the cases with each."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
         shares = Counter(note.numbers[0] for _, note in _select_passed(run, NoteKind.SPLIT_SHARE))
         if shares:
@@ -97,7 +97,7 @@ def _note_splits(run: Run) -> Iterator[str]:
 
 
 def _note_unreturned(run: Run) -> Iterator[str]:
-    """How much of the truth the subjects returned, where that is not all of it; what is left out on purpose apart."""
+    """How much of the truth the subjects returned, if not all of it; what is left out on purpose is counted apart."""
     kinds = (NoteKind.NOT_RETURNED, NoteKind.NOT_IN_TRUTH), (NoteKind.LEFT_OUT,)
     notes = []
     for one in run.records:
@@ -109,8 +109,8 @@ def _note_unreturned(run: Run) -> Iterator[str]:
 
 
 def fields_left_out(one: Verdict) -> Iterator[tuple[str, ...]]:
-    """The fields of calls that a stated closed form leaves out, so that any value of them passes; of most verdicts
-    there are none.
+    """The fields of calls that a stated closed form leaves out, so that any value of them passes; for most verdicts
+    none.
     """
     if one.verdict == PASS:
         yield from (note.names for note in one.notes if note.kind == NoteKind.CLOSED_FORM and note.names)
@@ -123,7 +123,9 @@ def _note_left_out_fields(run: Run) -> Iterator[str]:
 
 
 def _note_deviations(run: Run) -> Iterator[str]:
-    """Deviations from the truth that the subjects state, and stated ones that do not occur, or that the truth has."""
+    """Deviations from the truth that the subjects state, with those that do not occur, and those that the truth has
+    too.
+    """
     for kind in (NoteKind.DEVIATES, NoteKind.DEVIATION_ABSENT, NoteKind.DEVIATION_APPLIED):
         names: dict[str, list[str]] = {}
         cases: dict[str, set[str]] = {}
@@ -141,7 +143,7 @@ def _of_dtype(run: Run) -> Iterator[str]:
 
 
 def _note_lower_precision(run: Run) -> Iterator[str]:
-    """Where float64 cases were held to the limits of a lower precision, and how many."""
+    """In how many float64 cases the limits of a lower precision were used, and where."""
     found = {(one.case, note.names[0], note.reason) for one, note in _select_passed(run, NoteKind.LOWER_PRECISION)}
     counts = Counter((dtype, reason) for _, dtype, reason in sorted(found))
     yield from (words.lower_precision(dtype, reason, count) for (dtype, reason), count in counts.items())
@@ -163,7 +165,7 @@ def _note_groupings(run: Run) -> Iterator[str]:
 
 
 def _note_unseen_rows(run: Run) -> Iterator[str]:
-    """Rows that no token looks up: the most frequent list, and in how many cases it is another."""
+    """Rows that no token looks up: the most frequent list, and how many cases have another one."""
     lists = Counter(note.reason for _, note in _select_passed(run, NoteKind.UNREAD_ROWS))
     if lists:
         first, count = lists.most_common(1)[0]

@@ -1,10 +1,11 @@
-"""Cases to draw for a subject of its own words: around the cases that it names, its strategy, at other layouts.
+"""Cases to draw for a subject with words of its own: near the cases that it names, from its strategy, at other layouts.
 
-Around a case: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that states them. The
-axes stay those of the case, for the subject has named the layouts that it supports. Words that a property fixes stay.
+Near a case means: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that states them.
+The axes stay those of the case, since the subject has named the layouts that it supports. Words that a property fixes
+stay.
 
 Another layout of the same training has as many samples in a step, on other ranks, as far as the subject takes it. A
-case of ours changes its mode and axes, and what data ranks share. A case of a subject's own words takes the axes of
+case of ours changes its mode and axes, and what data ranks share. A case in a subject's own words takes the axes of
 another case that the subject names.
 """
 
@@ -29,7 +30,9 @@ _DRAWN: Mapping[str, st.SearchStrategy[Any]] = {
 
 
 def cases_around(subject: NamedSubject, mode: str, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainCase]:
-    """A strategy of cases of this mode with these fixed words. Raises RequestError for a strategy that is none."""
+    """A strategy of cases of this mode with these fixed words. Raises RequestError if the subject's strategy is
+    invalid.
+    """
     own = draws(subject)
     if own is not None and not isinstance(own, st.SearchStrategy):
         rule = f"draws={own!r} must be a hypothesis strategy of cases, or a function that returns one"
@@ -41,7 +44,7 @@ def cases_around(subject: NamedSubject, mode: str, fixed: Mapping[str, Any]) -> 
 
 
 def _near(case: PlainCase, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainCase]:
-    """Cases that differ from this one in words that no layout depends on."""
+    """Cases that differ from this one in words that do not depend on the layout."""
     choices = {key: st.sampled_from(legal) for key, legal in case.vocabulary.words if key in case.vocabulary.closed}
     free = {key: words for key, words in {**_DRAWN, **choices}.items() if key not in fixed and _may_vary(key, case)}
     return st.fixed_dictionaries(free).map(lambda words: case.but(**{**words, **fixed}))
@@ -50,7 +53,7 @@ def _near(case: PlainCase, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainC
 def _may_vary(key: str, case: PlainCase) -> bool:
     """Whether a word of a named case may change: not mode, axes or dtype, nor a word that the case sets itself.
 
-    Such a word is what the case is for; steps, micro and seed may change all the same.
+    A word that the case sets is its purpose; steps, micro and seed may change all the same.
     """
     if key in ("mode", "dtype", *AXES, *EXPERT_AXES):
         return False
@@ -66,7 +69,7 @@ _OTHER = (1, 1, 2)
 
 
 def another_layout(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...], chosen: Random) -> CaseLike:
-    """The case at another layout on as many ranks as one of these worlds has; itself where none is found."""
+    """The case at another layout with as many ranks as one of these worlds has; itself if none is found."""
     samples = case.micro * getattr(case, "dp", 1)
     for _ in range(_TRIES):
         words = (
@@ -75,7 +78,7 @@ def another_layout(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...
         ranks = words.get("dp", 1)
         if samples % ranks:
             continue
-        with suppress(ValueError):  # a layout that breaks a rule
+        with suppress(ValueError):  # the layout breaks a rule
             other = case.but(**words, micro=samples // ranks)
             if other.axes != case.axes and other.world_size in worlds and not refusal(other, subject):
                 return other

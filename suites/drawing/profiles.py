@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 PROFILES = {"quick": 8, "default": 50, "deep": 1000}
-"""Profile -> cases a property and mode; 8 have every pair of two boolean words (see `pairwise`). `deep` is for one
-property or one mode at a time.
+"""Profile -> cases for each property and mode; 8 have every pair of two boolean words (see `pairwise`). `deep` is for
+one property or one mode at a time.
 """
 ONE_CASE = "one-case"
-"""The profile of `--case`: what is drawn is put aside, so once is enough."""
+"""The profile of `--case`: drawn cases are replaced, so one is enough."""
 FEW = "few"
 """The profile of a session that runs the suites beside tests of shardproof itself: CI proves every default case too."""
 
@@ -22,7 +22,7 @@ FEW = "few"
 def register() -> None:
     """Register all profiles, under the names that `--hypothesis-profile` takes."""
     on_ci = bool(os.environ.get("CI"))
-    # `explain` would run many more failing cases, and cannot look into ranks.
+    # `explain` would run many more failing cases, and cannot see inside ranks.
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
     for name, cases in {**PROFILES, ONE_CASE: 1, FEW: 2}.items():
         settings.register_profile(

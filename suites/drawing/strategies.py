@@ -48,28 +48,30 @@ _DOMAINS: Mapping[str, Sequence[Any]] = {
     "group": (0, 2, 3, 4),
     "recompute_layers": (1, 2, 3, 4),
     "shard": (0, 1, 2, 3),
-    "cp_comm": (*domains()["cp_comm"], *("alltoall-ring",) * 4),  # few ranks and heads allow it
+    "cp_comm": (*domains()["cp_comm"], *("alltoall-ring",) * 4),  # allowed for few ranks and heads
     "bucket": (0, 300, 2000),
     "parity": (0, 1, 2),
     "first_layers": (0, 1, 2),
     "last_layers": (0, 1, 2),
     "dropout": (0.0, 0.0, 0.1, 0.3),
     "attention_dropout": (0.0, 0.0, 0.1, 0.3),
-    "routing": (*domains()["routing"], *("learned",) * 3),  # the only one that has groups and a bias
+    "routing": (*domains()["routing"], *("learned",) * 3),  # the only one with groups and a bias
     "capacity": (0.0, 0.0, 0.5, 1.0, 1.5, 8.0),
     "ep": (1, 2, 3, 2, 3, 4),
     "bias_rate": (0.0, 0.1, 0.1),
     "router_groups": (1, 2, 4),
 }
-"""The values that are drawn, or that a rule may propose instead: more than the domains of experiments have."""
+"""The values that are drawn, or that a rule may propose instead: more than experiments try."""
 _NONE: Mapping[str, bool] = MappingProxyType({})
 _RARELY = (False, False, False, True)
 _STEPS = ((2,) * 9 + (1,) * 7 + (3,) * 5 + (4, 5, 6, 7, 8)) * 2 + (20,)
-"""How many steps a case takes: any number up to 8; one in 53 takes 20, which costs as much as ten others."""
+"""The number of steps of a case: any up to 8; one case in 53 has 20, which costs as much as ten others."""
 
 
 def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
-    """(tp, dp) of every mesh with tp > 1 whose world is allowed; two axes are never equal, so no group can stand in."""
+    """(tp, dp) of every mesh with tp > 1 whose world is allowed; the two are never equal, so that no group can pass for
+    the other.
+    """
     return [
         (tp, world // tp)
         for world in sorted(worlds)
@@ -79,13 +81,15 @@ def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
 
 
 def _micro(tp: int, dp: int) -> tuple[int, int]:
-    """Two counts of micro-batches that differ from the sizes of both axes: no factor can stand in for another."""
+    """Two numbers of micro-batches that differ from the sizes of both axes, so that no factor can pass for another."""
     fewest, *more = (micro for micro in (2, 3, 4) if micro not in (tp, dp))
     return fewest, more[0] if more and tp * dp < 6 else fewest
 
 
 def schedules() -> st.SearchStrategy[Schedule]:
-    """Draw who runs next, and which results come before their wait; shrinks to first come first served, in the wait."""
+    """Draw who runs next, and which results come before their wait. Shrinks to first come first served, with results in
+    the wait.
+    """
     return st.builds(
         Schedule,
         turns=st.lists(st.integers(0, 5), max_size=200).map(tuple),
@@ -165,10 +169,10 @@ def every_word(
 
 @st.composite
 def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str]) -> Case:
-    """Draw words of a feature for the case, others changed as the rules propose.
+    """Draw words of a feature for the case, with others changed as the rules propose.
 
-    Where that makes no case it has fewer of them, or stays as it is. The axis of a feature has the ranks of another
-    axis, so that their number stays.
+    If that makes no legal case it gets fewer of them, or stays as it is. The axis of a feature has the ranks of another
+    axis, so that the number of ranks stays.
     """
     owner, part = FEATURES[name], PARTS.get(name)
     words, has = dict[str, Any](), dict[str, Any]()
@@ -213,7 +217,7 @@ def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict
     if MODES[mode].gathers_weights and draw(st.booleans(), label="fewer kv heads than ranks"):
         kv_heads = draw(st.sampled_from([heads for heads in range(1, tp) if tp % heads == 0]))
         queries *= tp // kv_heads
-    head_dim = draw(st.sampled_from((4, 6)))  # two features would leave a q/k layernorm nothing but signs
+    head_dim = draw(st.sampled_from((4, 6)))  # with both features a q/k layernorm would leave nothing but signs
     if kv_heads * head_dim % split:
         head_dim *= split
     words |= {"heads": kv_heads * queries, "kv_heads": kv_heads, "hidden": kv_heads * queries * head_dim}
@@ -292,13 +296,13 @@ def boolean_rows(mode: str) -> tuple[Mapping[str, bool], ...]:
 
 
 TOKENS = (1024, 4096, 16_384)
-"""Tokens of a step that a long case has, about."""
+"""The approximate numbers of tokens in a step of a long case."""
 HIDDEN = (256, 1024, 2048)
-"""Hidden sizes that a wide case has, about."""
+"""The approximate hidden sizes of a wide case."""
 _LONGEST = 512
-"""Tokens of the longest sequence that is made of a short one: scores grow with the square."""
+"""The most tokens of a sequence that replaces a short one, since scores grow with the square."""
 _PACKED = 2048
-"""Tokens of the longest row of packs, which is one sequence to the dense model: 12 heads have scores of 400 MB."""
+"""The most tokens of a packed row, which is one sequence to the dense model: 12 heads have scores of 400 MB."""
 _MOST_STEPS = 2
 _INNER = 4096
 """The largest number of inner features of an MLP."""
@@ -312,7 +316,7 @@ def large_cases(draw: st.DrawFn, /, mode: str, **fixed: Any) -> Case:
     try:
         return case.but(**words, steps=case.steps if "steps" in fixed else min(case.steps, _MOST_STEPS))
     except CaseError:
-        reject()  # a rule that ties a size to another word
+        reject()  # a rule ties a size to another word
 
 
 @st.composite

@@ -66,12 +66,12 @@ class Mutant(Bug):
 
     @property
     def is_shared(self) -> bool:
-        """Whether it changes what the dense model and the ranks have in common; it is planted in both then."""
+        """Whether it changes what the dense model and the ranks share; then it is planted in both."""
         return any(change.module.startswith("shardproof.reference.") for change in self.changes)
 
     @contextmanager
     def subject(self) -> Iterator[Subject | str]:
-        """Our subject with the bug in it; the dense model has it as well, inside, when it lies in what they share."""
+        """Our subject with the bug in it. The dense model has it as well, inside, if it is in shared code."""
         if self.is_shared:
             with planted_everywhere(self.sources()):
                 yield SUBJECT
@@ -96,7 +96,7 @@ def _value(case: Case, key: str) -> object:
 _SEED = 20251121
 
 
-@cache  # a hundred suites and modes, asked for in turn
+@cache  # called for a hundred properties and modes in turn
 def _draw_property(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
     found = draw_samples(cases(mode, **dict(fixed)), PROFILES["default"], _SEED)
     return tuple(sorted(dict.fromkeys(found), key=work))
@@ -108,7 +108,7 @@ def draw_property(mode: str, fixed: Words) -> tuple[Case, ...]:
 
 
 def cases_showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
-    """The drawn cases of this mode that can show the mutant; of `dtype`, unless it shows in others alone."""
+    """The drawn cases of this mode that can show the mutant; of `dtype`, unless only others show it."""
     if not dtype:
         return tuple(case for case in draw_property(mode, mutant.suite) if mutant.shows(case))
     try:
@@ -119,7 +119,7 @@ def cases_showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...
 
 
 def work(case: Case) -> int:
-    """How long a case takes, in no unit: ranks first, for each has its own pass over the model."""
+    """The relative time of a case: ranks count first, since each has its own pass over the model."""
     return case.world_size * case.layers * case.micro * case.steps * (500 + case.tokens * case.hidden)
 
 
@@ -153,9 +153,11 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = _families()
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for mutant in family)
 """Every mutant that is open."""
 HELD_BACK: tuple[Mutant, ...] = _below("held_back")
-"""Mutants that whoever writes or changes rules of diagnosis never looks at."""
+"""Mutants that nobody looks at who writes or changes rules of diagnosis."""
 UNSEEN: tuple[Mutant, ...] = _below("held_back/unseen")
-"""Planted bugs of a blind measurement: `case` shows each, `condition` is the words that it needs, `wrong` its cause."""
+"""Planted bugs of a blind measurement. `case` shows each; `condition` are the words that it needs,
+`wrong` its cause.
+"""
 VARIANT_ROWS: tuple[Mutant, ...] = tuple(
     replace(row, suite=words(row.name), condition="", changes=(), wrong="") for row in of_file("variants")
 )
@@ -169,7 +171,9 @@ SHOWN_BY: Mapping[str, str] = {
     "other_samples": "tests/harness/running/test_first_steps.py",
     "machine": f"{_DIAGNOSING}/test_six_lines.py",
 }
-"""Id of what no open mutant and no variant plants -> the test that plants it in numbers, sightings or ends of a run."""
+"""The id of a cause that no open mutant and no variant plants -> the test that plants it in numbers, sightings or ends
+of a run.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from shardproof.suites.mutants.catalogue import MUTANTS, VARIANT_ROWS, Mutant
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "catalogue.md"
 VERSION = "1"
-"""Of the page's form and rules: what counts as a match, and what its columns mean."""
+"""The version of the page's rules: what counts as a match, and what its columns mean."""
 MEASURED = "\n## Measured\n"
-"""Begins what a run of `shardproof faults --field` said; all above it follows from the records."""
+"""The heading above the figures of a run of `shardproof faults --field`; all before it follows from the records."""
 _HEAD = """# A catalogue of real bugs
 
 Version {version}: {bugs} planted bugs of {public} public issues and pull requests in {systems} repositories.
@@ -112,7 +112,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def measure_folder(folder: Path) -> str:
-    """Findings of a run of `shardproof faults --field`: its command, its figures, and every row that is not right."""
+    """What a run of `shardproof faults --field` found: its command, its figures, and every row that is not right."""
     with (folder / "kill_matrix.csv").open(newline="", encoding="utf-8") as file:
         rows = [Kill.of(row) for row in csv.DictReader(file)]
     env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
@@ -161,7 +161,7 @@ def _wrong(rows: Sequence[Kill]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Write the page, or print its rows as CSV.
 
-    Its figures are those of a run where its folder is given, else those that it has.
+    With the folder of a run its figures are written, otherwise the page keeps its own.
     """
     if [*arguments] == ["--csv"]:
         print(as_csv(), end="")

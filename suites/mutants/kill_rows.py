@@ -1,6 +1,6 @@
 """Rows of the kill matrix: a mutant, variant or fault in one mode, proved, and how right its diagnosis was.
 
-A mutant is held against the cases that the profile `default` draws and that can show it, smallest first, until a check
+A mutant is proved in the cases that the profile `default` draws and that can show it, smallest first, until a check
 fails. Its time is that of all of them, planting included. A fault disturbs one collective of a small case.
 """
 
@@ -40,11 +40,11 @@ from shardproof.harness.verdicts.words import when_line
 from shardproof.suites.mutants.catalogue import Mutant, cases_showing
 
 TRIES = 10
-"""Drawn cases that a mutant is held against before it counts as a survivor."""
+"""The most drawn cases in which a mutant is proved before it counts as a survivor."""
 WHEN_S = 10.0
-"""How long the words that one failure needs are looked for."""
+"""How long the words that one failure needs are searched."""
 _OTHER_SEEDS = (1, 2)
-"""Of further cases for a fault that one case does not show."""
+"""How many further cases a fault is run in that one case does not show."""
 _BY_BITS = {UNCHANGED, UNREAD}
 """Proofs that rest on the numbers of one run."""
 _MEANING = {
@@ -60,7 +60,7 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """A row and what it rests on: the case that killed it (else the last one), and what its diagnosis reported.
+    """A row and its evidence: the case that killed it (else the last one), and what its diagnosis reported.
 
     `unmissed`, of a dropped collective: why no check proves it necessary.
     """
@@ -81,10 +81,10 @@ def mutant_killed(
     twin: bool = False,
     explain: bool = True,
 ) -> Killed:
-    """The row of one mutant or variant in one mode; in cases of `dtype` where such can show it.
+    """The row of one mutant or variant in one mode; in cases of `dtype` if these can show it.
 
-    With `twin` also what the failure needs, and whether the last case is quiet without the bug. Without `explain` the
-    failure is not diagnosed: the row has no right place and no cause.
+    With `twin` also the words that the failure needs, and whether the last case is quiet without the bug. Without
+    `explain` the failure is not diagnosed: the row has no right place and no cause.
     """
     if mutant.equivalent:
         return Killed(row=_row(mutant, mode, None, 0.0), case="", diagnosed="")
@@ -113,7 +113,7 @@ def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
 
 
 def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
-    """The line `when:` of a failed case; the bug must be planted still."""
+    """The line `when:` of a failed case, while the bug is planted."""
     given = resolve_subject(subject)
     failed = Failed(case=result.case, verdicts=result.verdicts)
     proving = partial(prove, subject=given, engine=engine, explain=False)
@@ -183,8 +183,8 @@ def faults_killed(
 ) -> list[Killed]:
     """The rows of these faults of a subject's collectives, in this case.
 
-    Faults that this case leaves alive, or the same run, are run in others. Its numbers may hide them, as a count that
-    is zero hides that it was not summed.
+    Faults that survive in this case, or leave its run unchanged, are run in others. Its numbers may hide them, as a
+    count of zero hides that it was not summed.
     """
     surveyed = partial(survey_faults, subject=subject, engine=engine, timeout_s=timeout_s)
     results = {result.fault: (case, result) for result in surveyed(case, faults=faults)}

@@ -28,7 +28,7 @@ class Known:
     reason: str
 
     def means(self, nodeid: str) -> bool:
-        """Does it stand for the test of this id?"""
+        """Whether it means the test of this id."""
         pattern = re.escape(self.test).replace(r"\*", ".*")
         return re.fullmatch(f"(.*/)?{pattern}", nodeid) is not None
 
@@ -62,9 +62,9 @@ def mark(
     claimed: Collection[str],
     chosen: Collection[str],
 ) -> None:
-    """Let the tests that are known to fail, fail; add a failing test for every entry that no collected test has.
+    """Let known failures fail; add a failing test for every entry that matches no collected test.
 
-    An entry counts as stale only when the file that it names was collected as a whole. If it has a mode, this must be
+    An entry counts as stale only if the file that it names was collected as a whole. If it has a mode, this must be
     among the `chosen` ones of those that the subject has `claimed`.
     """
     for item in items:
@@ -76,7 +76,7 @@ def mark(
 
 
 def _means(entry: Known, item: pytest.Item) -> bool:
-    """By the test's id, and by its file, which is missing in ids where pytest was called from a folder without it."""
+    """By the test's id, and without its file, which ids lack if pytest was called from a folder without it."""
     _, colons, test = item.nodeid.partition("::")
     return entry.means(item.nodeid) or entry.means(f"{item.path.as_posix()}{colons}{test}")
 
@@ -137,7 +137,7 @@ def _plain(text: str) -> str:
 
 
 def append_summary(text: str, environment: Mapping[str, str]) -> bool:
-    """Append it to the step's page when the environment names one; say whether it did."""
+    """Append it to the step's page if the environment names one. Returns whether it did."""
     target = environment.get("GITHUB_STEP_SUMMARY", "")
     if not target:
         return False

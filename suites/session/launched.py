@@ -1,4 +1,6 @@
-"""A session whose processes torchrun has launched: rank 0's draws and checks, the others serve it and end with it."""
+"""A session whose processes torchrun has launched: that of rank 0 draws and checks, the others serve it and end with
+it.
+"""
 
 from contextlib import suppress
 
@@ -17,7 +19,7 @@ def serve_first_rank() -> int | None:
 
 
 def dismiss_unused() -> None:
-    """Let the ranks go that the session of rank 0 had no use for."""
+    """Release the ranks that the session of rank 0 has not used."""
     with suppress(ShardproofError):  # no launcher: the session has reported that already
         if not is_to_serve():
             dismiss_world()

@@ -1,7 +1,7 @@
 """Ledgers as gates: the events of a case are those of its stored ledger, or the test fails with the difference.
 
-A ledger is one CSV file a case, as readable in a pull request as any baseline (reports.comparing.snapshot). For
-subjects without a closed form it is the only statement of their calls. For ours a diff shows a change's effect.
+A ledger is one CSV file for each case, as readable in a pull request as any baseline (reports.comparing.snapshot). For
+subjects without a closed form it is the only statement of their calls; for ours a diff shows the effect of a change.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from shardproof.reports.printing.text import plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerGate:
-    """Holds the cases of a subject against the ledgers of a folder, or writes them when `update`."""
+    """Compares the cases of a subject with the ledgers of a folder, or writes them with `update`."""
 
     folder: Path
     subject: NamedSubject

@@ -38,7 +38,7 @@ from shardproof.suites.drawing.strategies import boolean_rows, cases
 from shardproof.suites.session.request import world_sizes
 
 _ENOUGH = 50
-"""Refused cases in a row after which no test waits for a case that is taken."""
+"""After this many refused cases in a row no test waits for one that is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Prover:
     ) -> Iterator[Self]:
         """Open an engine, and a run folder in `out`; keep torch to one thread, as every engine does.
 
-        World sizes beyond what was launched are not drawn. Raises RequestError when none is left.
+        World sizes beyond what was launched are not drawn. Raises RequestError if none is left.
         """
         request = {"subject": subject, "truth": truth, "worlds": worlds, "engine": engine, "device": device}
         store = Store(out, subject, environment([*map(str, command)], request)) if out else None
@@ -113,7 +113,7 @@ class Prover:
             return self._drawn_of_own_words(data, mode, own, where_known, fixed)
         fixed = {**where_known, **fixed}
         flags = {word: value for word, value in self._row(data, mode).items() if word not in fixed}
-        parts = tuple(PARTS) if offers(self.subject.call, "refuses") else ()  # others state nothing of them
+        parts = tuple(PARTS) if offers(self.subject.call, "refuses") else ()  # other subjects state nothing about them
         case = data.draw(cases(mode, self.worlds, flags, parts, **fixed), label="case")
         fitting = self.fit_case(case, **fixed)
         if fitting is None:
@@ -124,8 +124,8 @@ class Prover:
     def _drawn_of_own_words(
         self, data: st.DataObject, mode: str, own: Vocabulary, where_known: Mapping[str, Any], fixed: Mapping[str, Any]
     ) -> CaseLike:
-        """A case around those that the subject names. Skips the test when it has not a word that must be fixed, or not
-        its value.
+        """A case near those that the subject names. Skips the test if it lacks a word that must be
+        fixed, or its value.
         """
         known = dict(own.words)
         if lacking := [word for word in fixed if word not in known]:
@@ -141,15 +141,15 @@ class Prover:
         return case
 
     def _reject(self) -> NoReturn:
-        """Leave a refused draw uncounted; skip the test after _ENOUGH of them in a row."""
+        """Do not count a refused draw; skip the test after _ENOUGH of them in a row."""
         if len(self.refusals) >= _ENOUGH:
             self.skip_refused()
         hypothesis.note(self.refusals[-1])
         hypothesis.reject()
 
     def _row(self, data: st.DataObject, mode: str) -> Mapping[str, bool]:
-        """The boolean words of a draw. Until a property has drawn every row of them, it draws no row twice; each
-        property begins with another one. A draw that is repeated (shrunk, from the database) has its row again.
+        """The boolean words of a draw. A property draws every row of them before it draws one again, and each property
+        begins with another one. A draw that is repeated (shrunk, from the database) has its row again.
         """
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         every, drawn = boolean_rows(mode), self.rows.setdefault(test, {})
@@ -160,33 +160,33 @@ class Prover:
         return every[(row + zlib.crc32(test.encode())) % len(every)]
 
     def skip_refused(self) -> NoReturn:
-        """Skip a test for which the subject took no case in a row of them, with the reason of the last refusal."""
+        """Skip a test for which the subject refused _ENOUGH cases in a row, with the reason of the last refusal."""
         words = f"{self.subject.name} takes none of {len(self.refusals)} cases drawn and none of its default cases"
         reason = f"{words}; the last: {self.refusals[-1]}; legal: --case with one that it takes"
         self.refusals.clear()
         pytest.skip(reason)
 
     def fit_case(self, case: Case, **fixed: Any) -> Case | None:
-        """The case itself if the subject takes it, or else a default case with its seed, world sizes and `fixed` words.
+        """The case itself if the subject takes it, else a default case with its seed, world sizes and `fixed` words.
 
-        So a subject of one architecture is proved as well. None when it takes neither.
+        So a subject with a single architecture is proved as well. None if it takes neither.
         """
         if not (reason := self.reason_of_refusal(case)):
             return case
         self.refusals.append(reason)
         taken = []
         for usual in _default_cases(self.subject, case.mode):
-            with contextlib.suppress(ValueError):  # a default case that cannot have a fixed word
+            with contextlib.suppress(ValueError):  # no default case can have a fixed word
                 near = usual.but(**fixed, seed=case.seed)
                 taken += [near] if near.world_size in self.worlds and not self.reason_of_refusal(near) else []
         return taken[case.seed % len(taken)] if taken else None
 
     def reason_of_refusal(self, case: CaseLike) -> str:
-        """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
+        """Why the subject does not take this case, "" if it does. Raises Unanswered if its own code fails."""
         return refusal(case, self.subject)
 
     def proof(self, case: CaseLike, subject: Any = None, *, explain: bool = True, repeat: bool = True) -> CaseResult:
-        """All that is known of this case; `subject` stands in for the one under test (a planted bug).
+        """All that is known of this case; `subject` replaces the one under test (a planted bug).
 
         Without `explain` a failure takes no further runs, without `repeat` the subject runs once.
         """
@@ -194,10 +194,10 @@ class Prover:
         return prove(case, subject or self.subject, self.engine, **words)
 
     def holds(self, case: CaseLike, *checks: str) -> None:
-        """Assert that these checks pass on this case; skip when the subject refuses it.
+        """Assert that these checks pass on this case; skip if the subject refuses it.
 
-        A check that has nothing to look at is no pass but a failure. A third party's subject is excepted, which may
-        return less than ours.
+        A check that has nothing to compare is a failure, except for a third party's subject, which may return less than
+        ours.
         """
         known = {**CHECKS, **LAWS}
         asked = {name: known[name] for name in checks}
@@ -251,7 +251,7 @@ class Prover:
 
 
 def _launchable_worlds(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
-    """World sizes of these for which the engine has enough ranks."""
+    """The world sizes for which the engine has enough ranks."""
     largest: int = getattr(engine, "largest_world", max(worlds))
     fitting = tuple(world for world in worlds if world <= largest)
     if not fitting:
@@ -261,5 +261,5 @@ def _launchable_worlds(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ..
 
 @functools.lru_cache(maxsize=16)
 def _default_cases(subject: NamedSubject, mode: str) -> tuple[Case, ...]:
-    """The default cases of a mode, found once for a subject and not once for each refused draw."""
+    """The default cases of a mode, found once for a subject."""
     return default_cases(subject, mode)  # type: ignore[return-value]

@@ -40,12 +40,12 @@ def subject(case, device):
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro in range(case.micro):
             loss = loss_of(case, engine, step, micro, dp_rank)
-            engine.backward(loss)  # divides it by the number of micro-batches
+            engine.backward(loss)  # DeepSpeed divides it by the number of micro-batches
             total += loss.detach() / (case.micro * case.world_size)
             for name, weight in model.named_parameters() if (step, micro) == (0, case.micro - 1) else ():
                 gradient = deepspeed.utils.safe_get_full_grad(weight)
                 outcome[f"grad/{name}"] = place_shard(case, model, name, gradient, tp_rank)
-            engine.step()  # does nothing before the last micro-batch
+            engine.step()  # DeepSpeed does nothing before the last micro-batch
         torch.distributed.all_reduce(total)
     weights = model.named_parameters()
     return outcome | {f"param/{name}": place_shard(case, model, name, weight.data, tp_rank) for name, weight in weights}

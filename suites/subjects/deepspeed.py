@@ -19,7 +19,7 @@ def dense(case):  # the whole model; its weights follow from the seed alone, so 
 
 
 def loss_of(case, model, step, micro, dp_rank):
-    numbers = case.samples(step, micro, dp_rank, 5)  # of 5 samples, in no other micro-batch, rank or step
+    numbers = case.samples(step, micro, dp_rank, 5)  # 5 samples, the same in no other micro-batch, rank or step
     x = torch.randn(5, case.width, generator=torch.Generator().manual_seed(numbers.start))
     return nn.functional.cross_entropy(model(x.to(getattr(torch, case.dtype))), torch.tensor(numbers) % 7)
 
@@ -43,11 +43,11 @@ def subject(case, device):
     for step in range(case.steps):
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro in range(case.micro):
-            engine.backward(loss := loss_of(case, engine, step, micro, dp_rank))  # divides it by case.micro
+            engine.backward(loss := loss_of(case, engine, step, micro, dp_rank))  # DeepSpeed divides it by case.micro
             total += loss.detach() / (case.micro * case.dp)
             found = model.named_parameters() if (step, micro) == (0, case.micro - 1) else ()
             outcome |= {f"grad/{name}": deepspeed.utils.safe_get_full_grad(weight) for name, weight in found}
-            engine.step()  # does nothing before the last micro-batch
+            engine.step()  # DeepSpeed does nothing before the last micro-batch
         torch.distributed.all_reduce(total)
     whole = deepspeed.utils.safe_get_full_fp32_param if case.zero == 3 else torch.clone  # 3 keeps parts
     return outcome | {f"param/{name}": whole(weight) for name, weight in model.named_parameters()}

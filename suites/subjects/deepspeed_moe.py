@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layer in a network that its engine trains: experts over ep, copies of them and all else over dp.
+"""DeepSpeed's MoE layer in a network that its engine trains: experts are split over ep, and all else is copied over dp.
 
 shardproof run "dp=4 ep=2 zero=2" --subject shardproof.suites.subjects.deepspeed_moe:subject
 
@@ -18,7 +18,7 @@ from torch import nn
 from shardproof import Shard
 from shardproof.suites.subjects import deepspeed as plain
 
-EXPERTS, WIDTH, SHARE = 4, 8, 0.1  # of the balance loss in what is trained
+EXPERTS, WIDTH, SHARE = 4, 8, 0.1  # the share of the balance loss in the trained loss
 SHAPES = {"moe.gate.weight": (EXPERTS, WIDTH), "head.weight": (5, WIDTH), "head.bias": (5,)}
 SHAPES |= {f"moe.experts.{number}.0.weight": (12, WIDTH) for number in range(EXPERTS)}
 SHAPES |= {f"moe.experts.{number}.2.weight": (WIDTH, 12) for number in range(EXPERTS)}
@@ -31,7 +31,7 @@ def draw_weights(case):  # the whole weights, the same on every rank
 
 
 def sample(case, step, micro, dp_rank):
-    numbers = case.samples(step, micro, dp_rank, 6)  # of 6 samples, each a token
+    numbers = case.samples(step, micro, dp_rank, 6)  # 6 samples of one token each
     draws = torch.Generator().manual_seed(numbers.start)
     x = torch.randn(6, WIDTH, generator=draws, dtype=torch.float64).to(getattr(torch, case.dtype))
     return x, torch.tensor(numbers) % 5
@@ -64,7 +64,7 @@ def truth(case, device):
 
 
 class Network(nn.Module):
-    """Tokens, what their experts add to them, and a linear: gives the loss of [tokens, width]."""
+    """Tokens, what their experts add to them, and a linear layer; returns the loss of [tokens, width]."""
 
     def __init__(self, case):
         super().__init__()
@@ -88,7 +88,7 @@ def name_parameters(case, network):  # an expert by its number among all; ranks 
         yield ".".join(words), weight
 
 
-def place_shard(name, tensor):  # an expert is whole where it is
+def place_shard(name, tensor):  # an expert is not split, but not all ranks have it
     return Shard(tensor, (0, 0), SHAPES[name]) if "experts" in name else tensor
 
 

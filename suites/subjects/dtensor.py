@@ -51,7 +51,7 @@ def truth(case, device):
 def subject(case, device):
     mesh = dist.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     model = parallel.parallelize_module(dense(case), mesh["tp"], PLAN, src_data_rank=None)
-    return train(case, model, [mesh.get_local_rank("dp")], mesh.get_group("dp"))  # DTensors are returned as they are
+    return train(case, model, [mesh.get_local_rank("dp")], mesh.get_group("dp"))  # DTensors state their own place
 
 
 subject.truth, subject.cases = truth, ("tp=2 dp=3", "tp=4 dtype=float32")  # what runs when no case is named

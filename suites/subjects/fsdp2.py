@@ -24,7 +24,7 @@ def train(case, model, dp_ranks, group=None, optimizer=None):
         optimizer.zero_grad()
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro, dp_rank in ((micro, dp_rank) for micro in range(case.micro) for dp_rank in dp_ranks):
-            numbers = case.samples(step, micro, dp_rank, 5)  # of 5 samples, in no other micro-batch, rank or step
+            numbers = case.samples(step, micro, dp_rank, 5)  # 5 samples, the same in no other micro-batch, rank or step
             x = torch.randn(5, case.width, generator=torch.Generator().manual_seed(numbers.start)).to(total.dtype)
             # Over the samples of this rank: FSDP averages the gradients of the data ranks.
             loss = nn.functional.cross_entropy(model(x), torch.tensor(numbers) % 7) / (case.micro * len(dp_ranks))
@@ -47,7 +47,7 @@ def subject(case, device):
     model = dense(case)
     for layer in [*model, model]:
         fully_shard(layer, mesh=mesh)
-    return train(case, model, [mesh.get_local_rank("dp")], mesh.get_group("dp"))  # DTensors are returned as they are
+    return train(case, model, [mesh.get_local_rank("dp")], mesh.get_group("dp"))  # DTensors state their own place
 
 
 subject.truth, subject.cases = truth, ("dp=3", "dp=2 dtype=float32")  # what runs when no case is named

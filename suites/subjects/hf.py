@@ -52,7 +52,7 @@ def subject(case, device):
     plan = DistributedConfig(tp_size=case.tp, tp_plan="auto", fsdp_size=case.dp, ep_size=case.ep)
     # As from_pretrained(..., distributed_config=plan) does; that one needs a checkpoint and the package accelerate.
     plan, _, meshes = model.prepare_distribute_model(plan)
-    return train(case, model.maybe_distribute_model(model, plan, meshes), [dp_rank])  # DTensors as they are
+    return train(case, model.maybe_distribute_model(model, plan, meshes), [dp_rank])  # DTensors state their own place
 
 
 subject.truth, subject.cases = truth, ("tp=2", "tp=2 dtype=float32")  # what runs when no case is named

@@ -44,7 +44,7 @@ def configure(case):  # what launch.py reads and completes
     gpc.load_config(config | {"reduce_comm_dtype": torch.float32})
     gpc.init_global_dist(dist.get_rank(), case.world_size, "gloo", "localhost", 0)
     gpc.init_parallel_groups()
-    gpc._cpu_groups = gpc._groups  # made for GPUs alone, and asked for where a tensor is on a CPU
+    gpc._cpu_groups = gpc._groups  # made for GPUs alone, but called for tensors on a CPU
 
 
 def build(case):
@@ -79,7 +79,7 @@ def subject(case, device):
     words = {"grad_scal_cfg": gpc.config.grad_scaler, "zero_cfg": gpc.config.hybrid_zero_optimizer}
     optimizer = HybridZeroOptimizer(adam, **words, isp_communicator=communicator)
 
-    def note_seen(*_):  # gradients are whole when it forgets them: in ZeRO-1 those of this rank's parameters
+    def note_seen(*_):  # the gradients that it is about to drop: in ZeRO-1 those of this rank's parameters
         for weight, name in names.items():
             if weight.grad is not None:
                 outcome.setdefault(f"grad/{name}", place_shard(weight, weight.grad.clone()))
@@ -87,7 +87,7 @@ def subject(case, device):
 
     forget, optimizer.zero_grad = optimizer.zero_grad, note_seen
 
-    def note_call(what, *args):  # as its scheduler does, for the overlap
+    def note_call(what, *args):  # as its scheduler does, for overlap
         for hook in pipeline.get_scheduler_hooks(None, optimizer, communicator):
             getattr(hook, what)(None, *args)
 

@@ -24,7 +24,7 @@ class Adapted(nn.Module):  # a frozen weight whose `dim` is split over tp, and i
         super().__init__()
         self.tp, self.dim, self.sp, (rows, columns) = tp, dim, case.sp, shape
         self.shapes = {"weight": shape, "a": (case.rank, columns), "b": (rows, case.rank)}
-        self.used = {"weight": dim, "b" if dim == 0 else "a": dim} if tp else {}  # of which a rank uses a part
+        self.used = {"weight": dim, "b" if dim == 0 else "a": dim} if tp else {}  # factors of which a rank uses a part
         self.held = {kind: dim for kind in self.used if case.follow or kind == "weight"}  # of which it has no more
         for number, (kind, size) in enumerate(self.shapes.items(), seed):
             whole = torch.randn(size, generator=torch.Generator().manual_seed(number), dtype=torch.float64) * 0.3
@@ -44,13 +44,13 @@ class Adapted(nn.Module):  # a frozen weight whose `dim` is split over tp, and i
         return scatter(x, self.tp, 1) if self.sp else leave(x, self.tp)
 
     def forward(self, x):
-        if self.dim == 0:  # A is before the place where ranks part, so it has the gradient of all of them
+        if self.dim == 0:  # A is used before tp splits the layer, so all ranks have a part of its gradient
             low = self.into(linear(x, self.a))
             return linear(self.into(x), self.weight) + SCALE * linear(low, self.factor("b"))
         low = self.out_of(linear(x, self.factor("a")))
         return self.out_of(linear(x, self.weight)) + SCALE * linear(low, self.b)
 
-    def merged(self):  # as it is exported
+    def merged(self):  # as it would be exported
         return (self.weight + SCALE * self.factor("b") @ self.factor("a")).detach()
 
     def sum_gradients(self):

@@ -23,7 +23,7 @@ def subject(case, device):
     words |= {"moe_router_load_balancing_type": case.balance, "moe_aux_loss_coeff": 0.1}
     words |= {"moe_z_loss_coeff": 0.1 if case.z_loss else None, "calculate_per_token_loss": case.per_token}
     words |= {"moe_router_score_function": case.score, "add_bias_linear": False, "moe_ffn_hidden_size": 40}
-    scale = 1.0 if case.per_token else 1 / case.micro  # of the losses that a router adds by itself
+    scale = 1.0 if case.per_token else 1 / case.micro  # the share of the losses that a router adds itself
     moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
     model = wrap_model(case, TransformerConfig(**words), specs.get_gpt_layer_local_spec(num_experts=4))
     model.train(case.sp or case.tp == 1)  # else Megatron refuses to train; there is no dropout

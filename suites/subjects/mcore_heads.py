@@ -24,7 +24,7 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
 
 LAYER = {"input_layernorm": (24,), "self_attention.linear_proj": (24, 24), "self_attention.linear_qkv": (72, 24)}
 LAYER |= {"pre_mlp_layernorm": (24,), "mlp.linear_fc1": (40, 24), "mlp.linear_fc2": (24, 40)}
-SHARE = 0.1  # of the heads' losses in what is trained
+SHARE = 0.1  # the share of the heads' losses in the trained loss
 NAMES = multi_token_prediction.MultiTokenPredictionLayerSubmodules.__dataclass_fields__
 INSIDE = "mtp_model_layer" if "mtp_model_layer" in NAMES else "transformer_layer"  # in 0.19.2 and in 0.16.1
 

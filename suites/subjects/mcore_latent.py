@@ -18,7 +18,7 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-multi_latent_attention.HAVE_TE = False  # in 0.16.1 it is True without TransformerEngine, whose classes are None then
+multi_latent_attention.HAVE_TE = False  # 0.16.1 has True without TransformerEngine, whose classes are None
 multi_latent_attention.Linear = Linear  # in 0.19.2 None without TransformerEngine, which it does not need
 
 

@@ -16,7 +16,7 @@ def layout(name, weight):  # the dim along which it is split, over how many rank
     return weight.partition_dim, size, place
 
 
-def parts(model, name, weight, tensor):  # of a rank's tensor, and where each lies in the full one
+def parts(model, name, weight, tensor):  # of a rank's tensor, with the place of each part in the full one
     dim, tp, place = layout(name, weight)
     gated = 2 if model.config.gated_linear_unit and "fc1" in name else 1  # gate and up are one tensor, both split
     shape = [size * tp if at == dim else size for at, size in enumerate(tensor.shape)]

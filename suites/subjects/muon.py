@@ -19,7 +19,7 @@ from shardproof.suites.subjects.muon_shares import SHARES, SPLIT, make_orthogona
 from shardproof.suites.subjects.regions import enter, leave
 
 D, TOKENS = 4, 5  # features of a head, tokens of a sample
-SHARED = ("out", "up", "down")  # whose updates need all of a matrix
+SHARED = ("out", "up", "down")  # weights whose updates need the whole matrix
 
 
 def shapes_of(case):  # of whole matrices
@@ -81,7 +81,7 @@ def train(case, model, dp_ranks, group=None):
         for tensor in (total, *(weight.grad for weight in model.parameters())) if group else ():
             dist.all_reduce(tensor, group=group)
         outcome |= {f"grad/{name}": w.grad.clone() for name, w in model.named_parameters() if step == 0}
-        with phase("step"):  # written by hand: nothing else tells a gather of updates from one of gradients
+        with phase("step"):  # stated by hand: nothing else distinguishes a gather of updates from one of gradients
             optimizer.step()
     return outcome | {f"param/{name}": weight.detach() for name, weight in model.named_parameters()}
 

@@ -56,5 +56,5 @@ def subject(case, device):
 
 subject.truth = lambda case, device: train(case, dense(case), range(case.dp))
 subject.cases = ("tp=2 dp=3 steps=1", "dp=4 dtype=float32", "tp=2 steps=1 dtype=bfloat16")
-subject.words = {"width": 12, "micro": 2, "ns_steps": 2}  # 5 amplify the rounding of bfloat16 to half of an update
+subject.words = {"width": 12, "micro": 2, "ns_steps": 2}  # 5 amplify bfloat16 rounding to half an update
 subject.refuses = lambda case: "is parallel over tp and dp" if case.world_size > case.tp * case.dp else ""

@@ -8,7 +8,7 @@ from shardproof import Term
 SPLIT = {"qkv": 0, "out": 1, "up": 0, "down": 1}  # the dim over which ranks of tp share a matrix
 
 
-def make_orthogonal(matrix):  # its singular values near 1
+def make_orthogonal(matrix):  # brings its singular values near 1
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
@@ -29,7 +29,7 @@ def send_from_owners(parts, tp):
         owner = number % tp.size()
         found = [torch.empty_like(part) for _ in range(tp.size())] if tp.rank() == owner else None
         dist.gather(part.contiguous(), found, group=tp, group_dst=owner)
-        whole = part.repeat_interleave(tp.size(), SPLIT[name])  # what the owner sends will be in it
+        whole = part.repeat_interleave(tp.size(), SPLIT[name])  # the owner's result is written into it
         whole = make_orthogonal(torch.cat(found, SPLIT[name])) if found else whole
         dist.broadcast(whole := whole.contiguous(), group=tp, group_src=owner)
         parts[name] = whole.chunk(tp.size(), SPLIT[name])[tp.rank()]
@@ -59,9 +59,9 @@ def exchange_parts(parts, tp):  # every rank orthogonalises the matrices that it
 SHARES = {"gather": gather_matrices, "owner": send_from_owners, "alltoall": exchange_parts}
 
 
-def terms_of(case, sizes):  # the calls of one step a step, of whole matrices of these sizes in bytes
+def terms_of(case, sizes):  # the calls of one step, for whole matrices of these sizes in bytes
     how, parts = {"phase": "step", "axis": "tp"}, sum(sizes.values()) // case.tp
-    if case.update == "alltoall":  # parts of all matrices go out, and parts of the own ones come back
+    if case.update == "alltoall":  # parts of all matrices are sent, and parts of the own ones come back
         owned = [sum(list(sizes.values())[rank :: case.tp]) for rank in range(case.tp)]
         sent = [case.steps * (parts + size) for size in owned]
         calls = {"op": "all_to_all", "calls": 2 * case.steps, **how}

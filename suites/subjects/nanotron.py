@@ -52,7 +52,7 @@ class Rotary(torch.nn.Module):
         return turn_halves(q), torch.stack([turn_halves(kv[:, :, 0]), kv[:, :, 1]], 2)
 
 
-warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # looked at, with nanotron's state
+warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # per_rank reads all attributes
 qwen.flash_attn_varlen_kvpacked_func, rotary.FlashRotaryEmbedding = attention, Rotary
 
 

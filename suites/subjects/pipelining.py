@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from shardproof import Shard
 
 
-def dense(case):  # the whole model; its weights follow from the seed alone, so they are the same everywhere
+def dense(case):  # the whole model, the same everywhere: its weights follow from the seed alone
     layers = (nn.Linear(case.width, case.width) for _ in range(case.pp * case.layers))
     model = nn.Sequential(*(nn.Sequential(layer, nn.LayerNorm(case.width)) for layer in layers))
     for seed, weight in enumerate(model.parameters(), 100 * case.seed):
@@ -23,7 +23,7 @@ def train(case, model, forward_backward):
         optimizer.zero_grad()
         x = torch.randn(5 * case.micro, case.width, generator=torch.Generator().manual_seed(step))
         loss = forward_backward(x.to(getattr(torch, case.dtype)), torch.arange(len(x)) % case.width)
-        outcome |= {} if loss is None else {f"loss/{step}": loss.detach()}  # the last stage alone knows it
+        outcome |= {} if loss is None else {f"loss/{step}": loss.detach()}  # only the last stage knows the loss
         outcome |= {f"grad/{name}": w.grad.clone() for name, w in model.named_parameters() if step == 0}
         optimizer.step()
     return outcome | {f"param/{name}": weight.detach() for name, weight in model.named_parameters()}
@@ -47,10 +47,10 @@ def subject(case, device):
 
     rank, model = torch.distributed.get_rank(), dense(case)
     for number in (number for number in range(len(model)) if number // case.layers != rank):
-        delattr(model, str(number))  # the layers of other stages; those that stay keep their names
+        delattr(model, str(number))  # drop the layers of other stages; those that stay keep their names
     stage = pipelining.PipelineStage(model, rank, case.pp, torch.device(device))
     schedule = getattr(pipelining, f"Schedule{case.schedule}")(stage, case.micro, loss_fn=cross_entropy)
-    outcome = train(case, model, forward_backward)  # what one stage alone has, it returns as a part that is the whole
+    outcome = train(case, model, forward_backward)  # what only one stage has is returned as a shard of full size
     return {name: Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in outcome.items()}
 
 

@@ -79,7 +79,7 @@ def train(case, model, reference, dp_ranks, part=0, cp=None, group=None):
             each = mask * (case.kl * kl - gain)
             if case.mean == "token":
                 term = each.sum() / count
-            else:  # every row counts alike, whatever its length
+            else:  # every row counts equally, whatever its length
                 lengths = sum_over(mask.sum(1), cp)
                 term = (each.sum(1) / lengths).sum() / (ROWS * case.micro * case.dp)
             term.backward()

@@ -4,9 +4,9 @@ shardproof run "tp=2 dp=3" --subject shardproof.suites.subjects.quantised:subjec
 
 As in ZeRO++: ranks exchange quantised rows of their gradients, and each adds up those that it owns in the case's dtype.
 What int8 loses of a gradient is added to that of the next step (`feedback`). Owners step and gather the weights again.
-A block lies within a row and ranks share out rows, so the model has fp8 weights at any layout. A sum of rounded terms
-is another one for other data ranks: a deviation by design, which the truth applies, with the same function `round_trip`
-for the gradient of each data rank. So float64 keeps its limits, and no wider one hides a wrong scale.
+A block lies within a row and ranks hold whole rows, so fp8 weights are the same in every layout. The sum of rounded
+gradients depends on the number of data ranks. That is intended, and the truth does it too: it applies `round_trip` to
+the gradient of each data rank. So float64 keeps its limits, and no wider limit hides a wrong scale.
 """
 
 from functools import partial

@@ -56,7 +56,7 @@ class Inference:
         dist.all_gather(parts, logits, group=self.group)
         return pick(torch.cat(parts, -1), tokens)
 
-    def export(self):  # by the names of the trainer, each where it lies in the whole one
+    def export(self):  # by the names of the trainer, with the place of each part in its tensor
         held = dict(zip("qkv", self.qkv.split([self.parts[name][1] for name in "qkv"]), strict=True))
         held |= dict(zip(("gate", "up"), self.gate_up.chunk(2), strict=True), o=self.o, down=self.down, head=self.head)
         exported = {name: shard(self.case, name, x, self.parts[name][0]) for name, x in held.items()}

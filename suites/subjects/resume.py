@@ -33,7 +33,7 @@ class Trainer:
     def __init__(self, case, model, dp_ranks, group=None):
         self.case, self.model, self.dp_ranks, self.group = case, model, dp_ranks, group
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        self.progress = {"steps": 0, "scale": 1024.0, "since": 0}  # since: steps since the scale grew
+        self.progress = {"steps": 0, "scale": 1024.0, "since": 0}  # since: steps since the loss scale grew
 
     def step(self):
         case, (step, scale, since) = self.case, self.progress.values()

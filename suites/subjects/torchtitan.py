@@ -1,5 +1,5 @@
 """torchtitan's llama3, qwen3 and deepseek_v3 under its own parallelize functions: tp with sequence and loss parallel,
-FSDP2, HSDP, experts with ep, prediction heads. Compared with the same model before that. Needs torchtitan 0.3.
+FSDP2, HSDP, experts with ep, prediction heads. Compared with the model before it is parallelized. Needs torchtitan 0.3.
 shardproof run "tp=2 dp=2 kind=qwen3" --subject shardproof.suites.subjects.torchtitan:subject
 """
 
@@ -14,7 +14,7 @@ import torchtitan.tools.utils
 
 from shardproof import softmax_shift
 
-torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu  # "cuda" where none is
+torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu  # "cuda" without a GPU too
 
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402  (all of these read device_type)
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
@@ -26,7 +26,7 @@ FAMILIES = {"llama3": llama3, "qwen3": qwen3, "qwen3_moe": qwen3, "deepseek_v3":
 VOCAB, LENGTH = 256, 12  # of the configurations made smaller; places of a sample
 moe.GroupedExperts._grouped_mm = lambda _, A, B_t, offs: torch.cat(
     [rows @ weight for rows, weight in zip(A.tensor_split(offs[:-1].tolist()), B_t, strict=True)]
-)  # in any dtype
+)  # takes any dtype
 attention.ScaledDotProductAttention.sdpa_backends = [torch.nn.attention.SDPBackend.MATH]
 
 
@@ -94,13 +94,13 @@ def subject(case, device):
     training = TrainingConfig(mixed_precision_param=case.dtype, mixed_precision_reduce=case.dtype)
     words = {"compile_config": CompileConfig(enable=False), "ac_config": None, "dump_folder": "", "training": training}
     model = parallelize(model, parallel_dims=dims, parallelism=parallelism, **words)
-    if model.enable_weight_tying:  # as its init_states does behind that
+    if model.enable_weight_tying:  # as its init_states does afterwards
         model.tok_embeddings.weight = model.lm_head.weight
     return train(case, model, [case.axis_rank("dp", torch.distributed.get_rank())], dims)
 
 
 @contextmanager
-def session():  # float64 stays what torchtitan rounds to float32 or bfloat16
+def session():  # keeps float64 where torchtitan casts to float32 or bfloat16
     same, float64 = (lambda x: x), mock.patch.dict(TORCH_DTYPE_MAP, float64=torch.float64)
     with mock.patch.multiple(torch.Tensor, float=same, bfloat16=same), float64:
         yield

@@ -37,7 +37,7 @@ def start(case, model):  # from weights that follow from their names
 
 
 @contextmanager
-def session():  # no GPU's memory is looked at, `start` draws weights, and garbage is collected as before
+def session():  # no GPU's memory is read, `start` draws weights, and garbage is collected as before
     most = mock.Mock(max_reserved_gib=0.0, max_reserved_pct=0.0)
     monitor = mock.Mock(device_name="", **{"get_peak_stats.return_value": most})
     monitors = mock.patch("torchtitan.components.metrics.build_device_memory_monitor", lambda: monitor)

@@ -18,7 +18,7 @@ from shardproof import softmax_shift
 from shardproof.suites.subjects.torchtitan import ParallelDims, smaller
 from shardproof.suites.subjects.torchtitan_parts import IGNORED, LENGTH, draw_batch, named, session, start
 
-from torchtitan.trainer import Trainer  # isort: skip  (what is above makes torchtitan take the CPU before)
+from torchtitan.trainer import Trainer  # isort: skip  (the imports above make torchtitan take the CPU)
 
 ROWS = 2  # of a micro-batch
 
@@ -53,7 +53,7 @@ class ReportingTrainer(Trainer):
             for micro in range(self.case.micro):
                 yield draw_batch(self.case.samples(step, micro, dp_rank, ROWS))
 
-    def init_distributed(self):  # the ranks are there
+    def init_distributed(self):  # the ranks exist already
         return ParallelDims.from_config(self.config.parallelism, self.case.world_size)
 
     def forward_backward_step(self, **batch):

@@ -9,7 +9,7 @@ import torch
 from shardproof import Shard
 from shardproof.suites.subjects import torchtitan
 
-titan = torchtitan.subject  # its module makes torchtitan take the CPU, before what follows reads that
+titan = torchtitan.subject  # its module makes torchtitan take the CPU; the imports below read that
 
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input  # noqa: E402
 from torchtitan.distributed.pipeline_parallel import pipeline_llm  # noqa: E402

@@ -87,15 +87,17 @@ def test_known(): assert False
 OF_A_MODULE = "import pytest\npytest.importorskip({!r}, reason='needs it')\ndef test_any(): ..."
 
 
-def ran(folder: Path, report: Path) -> str:
-    """The path of a report of the tests of a folder, in an environment with what lies in the folder of the report."""
+def run_tests(folder: Path, report: Path) -> str:
+    """Run the tests of a folder with the modules beside `report`, and write the report. Returns its path."""
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
     command += ["-p", "no:shardproof", "-p", "no:cacheprovider", "-o", f"pythonpath={report.parent}"]
     subprocess.run([*command, f"--junitxml={report}"], check=True, capture_output=True, timeout=60)
     return str(report)
 
 
-def test_what_no_run_has_run_is_named_with_its_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_test_that_every_run_skips_is_named_with_its_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tests, bare, full = (tmp_path / name for name in ("tests", "bare", "full"))
     for folder in (tests, bare, full):
         folder.mkdir()
@@ -103,7 +105,7 @@ def test_what_no_run_has_run_is_named_with_its_reasons(tmp_path: Path, capsys: p
     (tests / "test_parts.py").write_text(TESTS)
     for name in ("extra", "nowhere"):
         (tests / f"test_of_{name}.py").write_text(OF_A_MODULE.format(name))
-    without, within = ran(tests, bare / "tests.xml"), ran(tests, full / "tests.xml")
+    without, within = run_tests(tests, bare / "tests.xml"), run_tests(tests, full / "tests.xml")
     assert skips.main([without, within]) == 1
     module, never = capsys.readouterr().err.splitlines()
     assert module.startswith("test_of_nowhere: is skipped in every run (") and "'Skipped: needs it'" in module
@@ -124,13 +126,13 @@ def test_a_report_of_nothing_is_no_report(tmp_path: Path) -> None:
         skips.main([str(tmp_path / "tests.xml")])
 
 
-def test_what_one_run_has_run_is_left_to_it(tmp_path: Path) -> None:
+def test_only_tests_that_a_run_has_not_skipped_count_as_run(tmp_path: Path) -> None:
     tests, bare = tmp_path / "tests", tmp_path / "bare"
     for folder in (tests, bare):
         folder.mkdir()
     (tests / "test_parts.py").write_text(TESTS)
     (tests / "test_of_extra.py").write_text(OF_A_MODULE.format("extra"))
-    done = skips.report(Path(ran(tests, bare / "tests.xml")))
+    done = skips.report(Path(run_tests(tests, bare / "tests.xml")))
     left = {
         one: skips.has_run(f"test_{one}", done)
         for one in (

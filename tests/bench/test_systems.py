@@ -1,4 +1,4 @@
-"""`python -m bench.systems`: rows and page agree, and what is not as its row has it fails."""
+"""`python -m bench.systems`: rows and page agree, and a cell that does not end as its row says fails."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every statement of a line `when:` is so when it is run again by its text alone."""
+"""Every statement of a line `when:` is true when it is run again from its text alone."""
 
 import random
 from functools import partial
@@ -25,7 +25,7 @@ OWN = {mutant.name: mutant for mutant in MUTANTS if mutant.changes and not mutan
 
 
 def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[str, list[Statement]]:
-    """The printed line of a bug on a case, and the statements in it that are not so; no line where the case is right"""
+    """The printed line of a bug on a case, and its untrue statements; no line if the case is right."""
     with mutant.subject() as planted, InprocEngine() as engine:
         result = ran(folder, planted, case, when_s=when_s)
         lines = [when_of(one) for one in result.verdicts if one.verdict == FAIL]

@@ -257,7 +257,7 @@ def test_a_planted_copy_leaves_nothing_behind_in_the_package_above() -> None:
 
 
 def test_the_text_of_every_bug_calls_what_there_is() -> None:
-    """Else it is killed by an AttributeError in place of what it stands for."""
+    """Otherwise an AttributeError kills it, and not the bug that it stands for."""
     missing = []
     for bug in (*MUTANTS, *UNSEEN):
         for change in bug.changes:

@@ -1,5 +1,5 @@
-"""Tests of latent and prediction. Latent attention and predictions of further tokens: the outcome and the ledger beside
-other splits, calls by tables.
+"""Latent attention and predictions of further tokens: the outcome and the ledger at other layouts, and their calls by
+tables.
 
 The tables are Megatron-Core's as measured; that of attention is corrected where its gradient of the rotary keys is
 wrong (experts.md 23.2).
@@ -87,7 +87,7 @@ def test_a_depth_issues_the_calls_of_the_table(mode: str) -> None:
 
 
 def test_one_global_batch_is_one_step_however_it_is_grouped() -> None:
-    """Masks differ in every micro-batch, so that counts of one rank or micro-batch are no shares of all."""
+    """Masks differ in every micro-batch, so that a mean of one rank's or micro-batch's means would be wrong."""
     alone = outcome(f"{DEPTHS} mode=tp tp=1 dp=1 micro=4 positions=rope steps=2")
     for grouping in ("mode=tp tp=2 dp=2 micro=2", "mode=tp-sp tp=4 dp=4 micro=1", "mode=tp-sp tp=2 micro=4 pp=2"):
         found = outcome(f"{DEPTHS} {grouping} positions=rope steps=2")

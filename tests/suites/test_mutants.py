@@ -46,18 +46,20 @@ _TOLD = {
 Averages, flat memory and bugs of parts are variants: tests/parallel/schemes/test_parallel_variants.py.
 """
 _ALONE = {one.kills: one for one in sorted(reversed(MUTANTS), key=lambda one: one.name in _TOLD) if one.alone}
-"""Check -> a mutant that no other check kills, one of those above where there is such."""
+"""Check -> a mutant that it alone kills, if possible one of those above."""
 _PROVED = _TOLD | {mutant.name for mutant in _ALONE.values()}
 """Bugs that every profile plants."""
 _BY_TOYS = {"parallelism": "tests.harness.toy_subjects:right"}
-"""Check -> a subject that no other check fails. Ours states a closed form, so that its ledger fails as well."""
+"""Check -> a subject that fails it alone. For one of ours the ledger would fail too, since it states a closed form."""
 _BY_FILES = {
     "saved": "tests.parallel.checkpoints.test_saving:WRONG_SAVES",
     "routing": "tests.harness.checking.test_oracles:WRONG",
     "documents": "tests.harness.running.test_packed_rows:LEAKS",
 }
-"""Check -> planted bugs whose cases name a folder, which those of the catalogue cannot, or evidence (a wrong choice
-makes wrong numbers too), or rows that subjects of their own state.
+"""Check -> planted bugs that the catalogue cannot hold.
+
+Cases of the catalogue cannot name a folder (saved). A wrong choice of experts makes wrong numbers too, so evidence is
+changed instead (routing). Only subjects of their own state rows (documents).
 """
 
 
@@ -85,7 +87,7 @@ def test_a_planted_bug_is_killed_by_its_check_or_by_it_alone(
 
 
 def test_every_check_has_a_bug_that_no_other_check_kills(prover: Prover) -> None:
-    """A new check brings a mutant with `alone=True` that it alone kills, or it is not needed."""
+    """A new check brings a mutant with `alone=True` that it alone kills. If there is none, the check is not needed."""
     assert set(CHECKS) == {*_ALONE, *_BY_TOYS, *_BY_FILES} and all(map(resolve, _BY_FILES.values()))
     for check, subject in _BY_TOYS.items():
         case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4")

@@ -1,6 +1,6 @@
 """The pytest plugin in CI: options, known failures, `--faults`, ledgers as gates, run folders, what CI reads.
 
-The request of a session is refused at its start, named in its head, and about no more than its subject.
+A wrong request is refused at the start of a session; its header names the request.
 """
 
 import re
@@ -54,7 +54,7 @@ def inner(session: Session, pytester: pytest.Pytester) -> Session:
 
 @pytest.fixture
 def asked(session: Session, pytester: pytest.Pytester) -> Session:
-    """A session with a test a collective of a subject of `toy_faults`."""
+    """A session with one test for each collective of a subject of `toy_faults`."""
     pytester.makepyfile(test_one="from shardproof.suites.test_faults import *  # noqa: F403")
     return lambda subject, *words: session("--subject", f"tests.suites.toy_faults:{subject}", *words)
 
@@ -153,7 +153,7 @@ def test_a_mode_that_is_not_asked_for_makes_no_entry_stale(inner: Session, pytes
     inner(option, "--modes", "tp-sp").assert_outcomes(passed=1, failed=2)
 
 
-# A test a collective
+# One test for each collective
 
 
 def test_faults_are_deselected_unasked_and_skipped_on_processes(asked: Session) -> None:

@@ -1,1 +1,1 @@
-"""How far a number is from the right one, how far a right one may be, and how improbable a count is: no verdicts."""
+"""How far a number is from the right one, how far a right one may be, and how improbable a count is. No verdicts."""

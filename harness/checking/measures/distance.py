@@ -14,18 +14,18 @@ from shardproof.harness.checking.measures.measured import MEASURES, error_ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """How far a tensor is from the truth in every measure; infinite when either holds NaN or infinity."""
+    """How far a tensor is from the truth in every measure; infinite if either has NaN or infinity."""
 
     frobenius: float
     peak: float
     scale: float = 0.0
 
     def times(self, factor: float) -> "Distance":
-        """This many times as far in every measure."""
+        """The distance in every measure, multiplied by this factor."""
         return Distance(**{name: factor * getattr(self, name) for name in MEASURES})
 
     def worstratio(self, allowed: "Distance") -> tuple[float, str]:
-        """The largest of error / allowed, and which measure it is."""
+        """The largest of error / allowed, and its measure."""
         ratios = {name: error_ratio(getattr(self, name), getattr(allowed, name)) for name in MEASURES}
         name = max(ratios, key=ratios.__getitem__)
         return ratios[name], name
@@ -34,18 +34,18 @@ class Distance:
 def distance(
     value: Numbers, truth: Numbers, least: float = 0.0, own: float = 0.0, slack: Numbers | None = None
 ) -> Distance:
-    """How far `value` is from `truth` (same shape), scaled by the truth's rms or `least` if that is larger.
+    """How far `value` is from `truth` (same shape), scaled by the truth's rms, or by `least` if that is larger.
 
-    `peak` is that of the elements which are off by more than the share `own` of themselves, 0 when there are none.
-    `slack`, of the same shape, is taken off the error of every element before anything is measured.
-    A truth that is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
+    `peak` is the largest error of elements that are off by more than the share `own` of themselves, 0 without any.
+    `slack`, of the same shape, is subtracted from the error of every element before anything is measured. A truth that
+    is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
     """
     return distance_from(value, TruthTensor.of(truth), least, own, slack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthTensor:
-    """A truth, with what several comparisons need of it in float64: its largest element and its rms."""
+    """A truth, with its largest element and its rms in float64, for several comparisons."""
 
     numbers: Numbers
     largest: float
@@ -68,9 +68,9 @@ class TruthTensor:
 def distance_from(
     value: Numbers, true: TruthTensor, least: float, own: float = 0.0, slack: Numbers | None = None, factor: float = 1.0
 ) -> Distance:
-    """Distance of `factor` times the value, for a truth that several values are compared with.
+    """The distance of `factor` times the value.
 
-    A large tensor is gone through once, in blocks, and nothing of its size is made.
+    A large tensor is read once, in blocks, so that no temporary has its size.
     """
     if true.numbers.numel() == 0:
         return Distance(frobenius=0.0, peak=0.0)
@@ -100,7 +100,7 @@ def _at_once(
 def _in_blocks(
     value: Numbers, true: TruthTensor, least: float, own: float, slack: Numbers | None, factor: float
 ) -> Distance | None:
-    """Distance by sums over blocks; None where squares or a scale would vanish or overflow."""
+    """The distance by sums over blocks; None if squares or a scale would underflow or overflow."""
     scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0
     slacks: Iterable[Tensor | None] = blocks_of(slack) if slack is not None else itertools.repeat(None)
     for here, there, loose in zip(blocks_of(value), map(as_float64, blocks_of(true.numbers)), slacks, strict=False):
@@ -127,13 +127,13 @@ def _largest_gap(x: Tensor, t: Tensor, slack: Tensor | None) -> Tensor:
 
 
 class _Sums:
-    """The largest size and the rms of numbers that come in blocks."""
+    """The largest absolute value and the rms of numbers that come in blocks."""
 
     def __init__(self) -> None:
         self.largest, self.count, self._squares = 0.0, 0, 0.0
 
     def add(self, numbers: Tensor) -> float:
-        """Take a block in; returns its largest absolute value."""
+        """Add a block. Returns its largest absolute value."""
         flat = numbers.reshape(-1)
         low, high = flat.aminmax()
         largest = max(-float(low), float(high))
@@ -144,7 +144,7 @@ class _Sums:
 
     @property
     def sound(self) -> bool:
-        """Whether no number is so large or so small that its square is lost."""
+        """Whether the square of no number underflows or overflows."""
         return SOUND[0] < self.largest < SOUND[1]
 
     @property
@@ -154,15 +154,15 @@ class _Sums:
 
 
 def as_float64(tensor: Tensor) -> Tensor:
-    """The numbers in float64, complex ones as pairs."""
+    """The numbers in float64; complex ones as pairs."""
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
 
 
 def _largest_absolute(tensor: Tensor) -> float:
-    """The largest absolute value: NaN where there is a NaN, 0 of no elements."""
+    """The largest absolute value: NaN if there is a NaN, 0 without elements."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _root_mean_square(tensor: Tensor, largest: float) -> float:
-    # Scaled by the largest element first: squares of tiny or huge numbers must neither vanish nor overflow.
+    # Scaled by the largest element first, so that no square underflows or overflows.
     return largest * math.sqrt(float((tensor / largest).square().mean())) if largest > 0 else 0.0

@@ -30,7 +30,7 @@ KIND_WORDS: dict[str, str] = {
     "exp_avg_sq_after": "optimizer states",
     "value_after": "values updated once a step",
 }
-"""Kind of name -> the kind of tensors in words, where that is another word than the name's."""
+"""Kind of name -> the kind of tensors in words, if that differs from the name."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -45,19 +45,19 @@ def is_state(name: str) -> bool:
 
 
 def select_comparable(truth: Mapping[str, Tensor], outcomes: Sequence[Iterable[str]]) -> Mapping[str, Tensor]:
-    """The truth of what the ranks returned: without states where none of them returned any."""
+    """The truth of what the ranks returned: without states if none of them returned any."""
     if any(is_state(name) for outcome in outcomes for name in outcome):
         return truth
     return {name: tensor for name, tensor in truth.items() if not is_state(name)}
 
 
 def never_made(truth: Mapping[str, Tensor], returned: Iterable[str]) -> list[str]:
-    """States of an optimizer that ranks return and that the truth lacks, for it skips the step (`skipped/<step>`)."""
+    """States of an optimizer that ranks return although the truth skips the step (`skipped/<step>`), and has none."""
     skipped = {step_of(name) for name, tensor in truth.items() if kind_of(name) == "skipped" and bool(tensor.any())}
     return [name for name in returned if is_state(name) and name not in truth and step_of(name) in skipped]
 
 
 def step_of(name: str) -> int:
-    """The step in an outcome name: 3 of "loss/3" and of "param_after/3/head.weight"; -1 when it names none."""
+    """The step in an outcome name: 3 of "loss/3" and of "param_after/3/head.weight"; -1 if it has none."""
     word = name.partition("/")[2].partition("/")[0]
     return int(word) if word.isdigit() else -1

@@ -1,8 +1,8 @@
-"""Many tensors gone through at once: the rms of every kind, and what `tolerance.measure` finds in a tenth of its time.
+"""Many tensors compared at once: the rms of every kind, and what `tolerance.measure` finds in a tenth of its time.
 
-Elements of small tensors in float64 are laid end to end, and sums and maxima are taken segment by segment. Left out,
-for `measure`, are other dtypes, large or empty tensors, integers that differ, and squares that would vanish or
-overflow. So is a truth that is nearly zero beside its kind.
+Elements of small tensors in float64 are concatenated, and sums and maxima are taken by segment. Other dtypes, large or
+empty tensors, integers that differ, squares that would underflow, and a truth that is nearly zero beside its kind are
+left to `measure`.
 """
 
 import math
@@ -27,13 +27,15 @@ _EPSILON = epsilon("float64")
 
 
 BLOCK = 2**18
-"""Elements that are compared at a time: large tensors are gone through in blocks, so that no temporary is as large."""
+"""The number of elements that are compared at a time. Large tensors are read in blocks, so that no temporary is as
+large.
+"""
 SOUND = (1e-140, 1e140)
-"""Between these no square of a largest element vanishes or overflows."""
+"""The square of a largest element between these neither underflows nor overflows."""
 
 
 def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
-    """The rms over all tensors of each kind of name ("grad", "act", ...); tensors that are not finite do not count."""
+    """The rms over all tensors of each kind of name ("grad", "act", ...), without tensors that are not finite."""
     kinds: dict[str, dict[str, int]] = {}
     for name, tensor in truth.items():
         if tensor.is_floating_point():
@@ -47,7 +49,7 @@ def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _sums_of_squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
-    """Sums of squares, and of how many elements: of all the tensors together, or of each that is finite."""
+    """Sums of squares and numbers of elements: of all the tensors together, or of each that is finite."""
     if len(tensors) > 1:
         flat = _end_to_end(tensors)
         if math.isfinite(square := float(flat.dot(flat))):
@@ -61,16 +63,17 @@ def _sums_of_squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A large tensor that is computed of others element by element, a block at a time: it is never whole in memory.
+    """A large tensor that is computed element by element from others, a block at a time, so that it is never whole in
+    memory.
 
-    `of` makes a block of it of the blocks of `tensors`, which all have its shape.
+    `of` computes a block from the blocks of `tensors`, which all have its shape.
     """
 
     of: Callable[..., Tensor]
     tensors: tuple["Numbers", ...]
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return self.tensors[0].numel()
 
 
@@ -78,13 +81,13 @@ Numbers: TypeAlias = Tensor | Computed
 
 
 def compute(of: Callable[..., Tensor], *tensors: Numbers) -> Numbers:
-    """What `of` makes of these tensors of one shape, element by element: at once, or in blocks where it is large."""
+    """What `of` computes from these tensors of one shape, element by element: at once, or in blocks if it is large."""
     whole = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() <= BLOCK]
     return of(*whole) if len(whole) == len(tensors) else Computed(of, tensors)
 
 
 def whole_of(numbers: Numbers) -> Tensor:
-    """All numbers at once; those that are computed have lost their shape."""
+    """All numbers as one tensor; computed ones are flat."""
     return numbers if isinstance(numbers, Tensor) else torch.cat([*blocks_of(numbers)])
 
 
@@ -96,7 +99,7 @@ def blocks_of(numbers: Numbers) -> Iterable[Tensor]:
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names in groups of at most BLOCK elements together; a larger one is a group itself."""
+    """Names in groups of at most BLOCK elements together; a larger tensor is a group of its own."""
     group: list[str] = []
     elements = 0
     for name, size in sizes.items():
@@ -114,7 +117,7 @@ def measured_together(
 ) -> dict[str, Measured]:
     """Name -> how `values` differs from `truth`, for names of both; `kinds` is the rms of each kind of name.
 
-    The limits are those of float64 where nothing more is known of rounding.
+    The limits are those of float64, for tensors without any other knowledge of rounding.
     """
     fit = {
         name: truth[name].numel()
@@ -164,7 +167,7 @@ def _measure_row(name: str, row: Sequence[float], kind: float, elements: int) ->
     errors = dict(
         zip(MEASURES, (math.sqrt(gap_square) / rms, gap_largest / rms, abs(product / rms / rms)), strict=True)
     )
-    which = max(MEASURES, key=lambda name: errors[name] / FLOAT64_ALLOWED)  # the limit of all is one
+    which = max(MEASURES, key=lambda name: errors[name] / FLOAT64_ALLOWED)  # all have the same limit
     error = errors[which]
     return Measured(
         name=name, measure=which, error=error, allowed=FLOAT64_ALLOWED, epsilons=error / _EPSILON, elements=elements

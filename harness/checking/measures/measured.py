@@ -1,4 +1,4 @@
-"""A tensor held against the truth: its error and its limit in one of three measures (see `tolerance`)."""
+"""A tensor compared with the truth: its error and its limit in one of three measures (see `tolerance`)."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ SCALE_SHARE = 1e-3
 """A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
 EXACT = "exact"
 ABSOLUTE = "absolute"
-"""The measure beside a truth of zeros: the largest value, in no unit."""
+"""The measure of errors from a truth of zeros: the largest value, without a unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
+    """A tensor compared with the truth, in the measure that came closest to its limit, in ratios and in epsilons.
 
-    `decidable` is False when the limits would admit half of the tensor, or half as much again: staying within proves
-    nothing. `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
+    `decidable` is False if the limits would admit half of the tensor, or half as much again: then staying within them
+    proves nothing. `zero`: the truth is zero but for rounding, so no factor shows on it, while any other value does.
     `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked. A
-    tensor is `right` where the error is finite and within its limit. Where it is not finite and a control run is not
-    either, it `overflows`: every program in this dtype does. Where rounding explains neither it is `wrong`. `ratio` is
-    the error in units of its limit, at most 1 when right.
+    tensor is `right` if the error is finite and within its limit. It `overflows` if it is not finite and a control run
+    is not either: then every program in this dtype may. It is `wrong` if rounding explains neither. `ratio` is the
+    error in units of its limit, at most 1 if right.
     """
 
     name: str
@@ -57,7 +57,7 @@ def measure_exact(name: str, value: Tensor, truth: Tensor) -> Measured:
 
 
 def error_ratio(error: float, allowed: float) -> float:
-    """An error in units of what is allowed; infinite where it is not finite, or where 0 is allowed and missed."""
+    """An error in units of its limit; infinite if it is not finite, or if 0 is allowed and it is more."""
     if not math.isfinite(error):
         return math.inf
     if allowed == 0:

@@ -1,6 +1,6 @@
-"""How far values are apart that must be equal bit for bit: replicas of a tensor, or its values in several runs.
+"""How far values differ that must be equal bit for bit: replicas of a tensor, or its values in several runs.
 
-A spread is the largest difference as a share of the largest value: a ratio, infinite where one of them is no number.
+A spread is the largest difference as a share of the largest value: a ratio, infinite if one of them is not finite.
 """
 
 import math
@@ -15,7 +15,7 @@ from shardproof.harness.outcome.merging import Outcomes, same_bits
 
 
 def replica_spread(outcomes: Outcomes, name: str) -> float:
-    """How far the ranks' blocks of a tensor are apart where they hold the same elements."""
+    """How far the ranks' blocks of a tensor differ where they hold the same elements."""
     firsts: dict[object, Block] = {}
     blocks = [block for outcome in outcomes for block in outcome.get(name, ())]
     pairs = [(firsts.setdefault((block.region, block.terms), block), block) for block in blocks]
@@ -33,7 +33,7 @@ def _cut_block(block: Block, region: tuple[tuple[int, int], ...], offsets: tuple
 
 
 def run_spreads(first: Outcomes, second: Outcomes) -> dict[str, float]:
-    """Name -> how far two runs of the same case are apart in it, of those that are."""
+    """Name -> how far two runs of the same case differ in it, for the tensors that do."""
     names = dict.fromkeys(name for run in (first, second) for outcome in run for name in outcome)
     found = {name: _spread_of_pairs(_pair_blocks(first, second, name)) for name in names}
     return {name: spread for name, spread in found.items() if spread}

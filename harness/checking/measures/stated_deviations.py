@@ -1,8 +1,8 @@
-"""Tensors that a subject states to deviate from the truth by design: not judged, and named with what it states.
+"""Tensors that a subject states to deviate from the truth by design: they are not judged, but listed with its reason.
 
-A stated deviation is a difference of numbers from the truth and of nothing else. A tensor that is not finite, or whose
-shards or replicas do not merge, is wrong as ever, and every other check goes on. A deviation that does not occur is
-reported too. Where the truth applies the deviation, its tensors are judged like all others.
+A stated deviation is a difference of numbers from the truth and nothing else. A tensor that is not finite, or whose
+shards or replicas do not merge, is still wrong, and all other checks go on. A deviation that does not occur is reported
+too. If the truth applies the deviation, its tensors are judged like all others.
 """
 
 import math
@@ -16,28 +16,30 @@ from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, state_fact
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """Statements of a subject: pattern of names -> sentence; `applied` are patterns whose deviation the truth has."""
+    """The statements of a subject: pattern of names -> sentence. `applied` are the patterns whose deviation the truth
+    has.
+    """
 
     sentences: Mapping[str, str] = field(default_factory=dict)
     applied: frozenset[str] = frozenset()
 
     def sentence(self, name: str) -> str:
-        """How this tensor deviates; "" where it is not stated to."""
+        """The sentence on how this tensor deviates; "" without one."""
         return self.sentences.get(self._pattern(name), "")
 
     def deviates_unapplied(self, name: str) -> bool:
-        """Whether this tensor deviates, and the truth does not apply it."""
+        """Whether this tensor deviates, and the truth does not apply the deviation."""
         return bool(pattern := self._pattern(name)) and pattern not in self.applied
 
     def problems(self, names: Iterable[str]) -> list[Fact]:
-        """Problems of the statement itself: it hides every one of these names. [] where there are none."""
+        """Problems of the statements themselves, which hide every one of these names; [] without any."""
         if not all(map(self.deviates_unapplied, names)):
             return []
         return [state_fact("deviates_all", patterns=[*self.sentences])]
 
     def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], tuple[Note, ...]]:
-        """The tensors of one check that are judged, and notes on the others and on what is stated in vain: one for
-        each sentence.
+        """The tensors of one check that are judged, and notes on the others and on statements that do not apply, one
+        for each sentence.
         """
         known = {each.name: sentence for each in measured if (sentence := self.sentence(each.name))}
         free = {name for name in known if self.deviates_unapplied(name)}
@@ -54,13 +56,13 @@ class Deviations:
         )
 
     def _pattern(self, name: str) -> str:
-        """The pattern that speaks of this name; one whose deviation the truth applies comes first."""
+        """The pattern that matches this name; one whose deviation the truth applies comes first."""
         matching = [pattern for pattern in self.sentences if fnmatchcase(name, pattern)]
         return next((pattern for pattern in matching if pattern in self.applied), next(iter(matching), ""))
 
 
 def notes_on(kind: NoteKind, sentences: Mapping[str, str], names: Iterable[str]) -> Iterator[Note]:
-    """A note of this kind for each sentence, with those of the names of which it is stated."""
+    """A note of this kind for each sentence, with the names for which it is stated."""
     wanted = set(names)
     for sentence in dict.fromkeys(sentences[name] for name in sentences if name in wanted):
         own = tuple(name for name in sentences if name in wanted and sentences[name] == sentence)

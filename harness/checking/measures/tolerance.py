@@ -43,23 +43,27 @@ from shardproof.harness.checking.measures.measured import (
 )
 
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
-"""No limit is smaller than this many epsilons of the run dtype, however small the error of the control run was."""
+"""No limit is smaller than this many epsilons of the run dtype, even if the error of the control run was."""
 FLOAT64_CEILING = 1e-4
-"""Where noise may come to this in float64, training amplifies it without end: errors of later steps prove nothing."""
+"""If noise may be as large as this in float64, training amplifies it without end: errors of later
+steps prove nothing.
+"""
 OWN_EPSILONS = 4.0
-"""An element this many epsilons of the run dtype from its own truth is none that `peak` looks at; none in float64."""
+"""`peak` does not count an element this many epsilons of the run dtype from its own truth; none in float64."""
 CONTROL_FACTOR = 6.0
 """A right result may be this many times further from the truth than the worst control run."""
 CEILING = 0.5
-"""Half of the tensor: a limit as wide as this would let through a missing half of a sum."""
+"""Half of the tensor: a limit as wide as this would not notice a missing half of a sum."""
 LEAP = 10.0
-"""How much further than its limit a low-precision tensor may be where rounding alone may change half of it."""
+"""If rounding alone may change half of a low-precision tensor, it may be this many times further off than its limit."""
 FACTORS = (0.5, 1.5)
 """A tensor whose limits admit one of these factors on it is undecided."""
 SCALE_ALLOWED = 0.1
-"""A right result's factor, <x, t> / <t, t>, may be this far from 1 when rounding alone may make the tensor err more."""
+"""The factor of a right result, <x, t> / <t, t>, may be this far from 1 if rounding alone may change the tensor by
+more.
+"""
 ZERO_SHARE = 1e-10
-"""A truth below this share of its kind's rms is zero but for rounding, and its error is scaled by the kind's rms."""
+"""A truth below this share of its kind's rms counts as zero but for rounding; its error is scaled by the kind's rms."""
 _SURE = 0.2
 """A tensor within e of the truth is off by `0.5 - 1.5 e` at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
 
@@ -68,7 +72,8 @@ _SURE = 0.2
 class Controlled:
     """A floating-point truth, the least rms by which errors from it are scaled, and how far control `runs` are from it.
 
-    For large tensors: what their control runs gave needs not be kept. `unstored`: the same without what storing rounds.
+    It stands for the tensors of control runs, which need not be kept if they are large. `unstored`: the same without
+    the rounding of storage.
     """
 
     true: TruthTensor
@@ -83,14 +88,14 @@ class Controlled:
         return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
     def against(self, controls: Sequence[Numbers], stored: Numbers | None = None) -> "Controlled":
-        """Compare these control runs too, tensors of its shape; `stored`: what storing rounds of each element."""
+        """Compare these control runs too, tensors of its shape; `stored`: the rounding of storage of each element."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         off = [] if stored is None else [distance_from(run, self.true, self.least, slack=stored) for run in controls]
         return replace(self, runs=(*self.runs, *found), unstored=(*self.unstored, *(off or found)))
 
 
 def least_rms(true: TruthTensor, kind: float) -> float:
-    """The smallest rms to scale errors from this truth by, from the rms of its kind.
+    """The smallest rms by which errors from this truth are scaled, from the rms of its kind.
 
     The gradient of a key bias is zero in mathematics. The rounding of its terms is an error of 100 % relative to
     itself, and a tiny one relative to the gradients in its terms.
@@ -99,7 +104,7 @@ def least_rms(true: TruthTensor, kind: float) -> float:
 
 
 def own_share(dtype: str) -> float:
-    """The share of its own size by which an element may be off in this dtype before `peak` looks at it."""
+    """The share of itself by which an element may be off in this dtype without counting for `peak`."""
     return 0.0 if dtype == "float64" else OWN_EPSILONS * epsilon(dtype)
 
 
@@ -170,7 +175,7 @@ def _added(one: Numbers | None, other: Numbers | None) -> Numbers | None:
 
 
 def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Measured:
-    """A tensor whose truth is 0 throughout, and whose kind is."""
+    """A tensor whose truth is 0 throughout, as its whole kind is."""
     found, *known = (TruthTensor.of(tensor).largest for tensor in (value, *controls))
     error = found if math.isfinite(found) else math.inf
     allowed = CONTROL_FACTOR * max((one if math.isfinite(one) else math.inf for one in known), default=0.0)
@@ -180,7 +185,7 @@ def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Mea
 def _measure_whole(
     name: str, value: Tensor, truth: Tensor, controls: Iterable[Tensor], amplified: Iterable[Tensor]
 ) -> Measured:
-    """Whole numbers: they may differ, added up, as far as rounding carries them. Such a tensor decides nothing."""
+    """Integers: they may differ as far as rounding carries them, and such a tensor decides nothing."""
     found = measure_exact(name, value, truth)
     if found.right or value.shape != truth.shape:
         return found
@@ -204,7 +209,7 @@ def _allowed_distance(
     kinked: Sequence[Numbers],
     least: float,
 ) -> Distance:
-    """Distance that the run dtype allows. `scale` never exceeds `frobenius`, so no smaller limit is needed."""
+    """The distance that the run dtype allows. `scale` never exceeds `frobenius`, so it needs no smaller limit."""
     moved = [distance_from(kink, true, least) for kink in kinked]
     limits = {}
     for name in MEASURES:
@@ -229,15 +234,17 @@ def _is_decidable(
     slack: Numbers | None,
     allowed: Distance,
 ) -> bool:
-    """Whether a factor of FACTORS on this tensor would be beyond the limits, and those below their ceiling."""
+    """Whether a factor of FACTORS on this tensor would be beyond the limits, and whether those are
+    below their ceiling.
+    """
     if allowed.frobenius >= ceiling:
         return False
     if slack is None and allowed.frobenius < _SURE and true.rms >= least:
-        return True  # the tensor is within _SURE of the truth or wrong anyhow, so half of it is beyond
+        return True  # the tensor is within _SURE of the truth or wrong anyhow, so half of it would be beyond the limit
     return all(distance_from(value, true, least, own, slack, by).worstratio(allowed)[0] > 1 for by in FACTORS)
 
 
 def _count_loose(slack: Numbers, dtype: str, limit: float) -> int:
-    """How many elements may be off by more than the limit of `peak`, or than noise ever comes to in float64."""
+    """How many elements may be off by more than the limit of `peak`, or than noise can be in float64."""
     share = FLOAT64_CEILING / FLOAT64_ALLOWED if dtype == "float64" else 1.0
     return sum(int((block > share * limit).sum()) for block in blocks_of(slack))

@@ -1,1 +1,1 @@
-"""Causes: their ids, the proof that numbers give them, hypotheses that find them, and how these rank."""
+"""Causes: their ids, how numbers prove them, the hypotheses that find them, and their ranking."""

@@ -1,8 +1,8 @@
-"""Gradients as backward leaves them, before any sum over ranks: whether what follows is all that can be wrong.
+"""Gradients as backward leaves them, before any sum over ranks: whether only what follows can be wrong.
 
-The ranks' gradients of one part add up to the truth over the ranks of some axes, of none where each has all of it. Then
-backward is right, and what comes behind it is not. A subject may scale its loss and divide its gradients later: then
-they are the truth times a number that is the same for gradients that are right in the end.
+If the ranks' gradients of one part add up to the truth over the ranks of some axes, or equal it on each rank, backward
+is right, and what follows is wrong. A subject may scale its loss and divide its gradients later: then they are the
+truth times a number, which is the same for gradients that are right in the end.
 """
 
 import itertools
@@ -20,15 +20,17 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.blocks import Block
 
 Axes = tuple[str, ...]
-"""Names of axes, none for what is right on every rank by itself."""
+"""Names of axes; empty for what is right on every rank."""
 _LEFT = 0.1
-"""Share of a gradient's error within which backward left it right."""
+"""Backward left a gradient right if it differs by at most this share of the final error."""
 _ENOUGH = 8
-"""Right gradients that show by what number all are multiplied, the smallest first."""
+"""The number of right gradients that show the common factor, the smallest first."""
 
 
 def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> Axes | None:
-    """The fewest axes over which the gradients of this name were right before any sum; None where they were not."""
+    """The smallest set of axes over which the gradients of this name were right before any sum;
+    None if there is none.
+    """
     true = evidence.truth.tensors[name]
     given = [block.local for blocks in blocks_of(evidence.run, name).values() for block in blocks]
     if any(tensor.is_complex() for tensor in (true, *given)):
@@ -54,7 +56,9 @@ def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> A
 
 
 def is_left_wrong(evidence: Evidence, name: str) -> bool:
-    """Whether backward left this wrong gradient wrong: what is returned is a sum of what it left, the truth is none."""
+    """Whether backward left this wrong gradient wrong: the returned one is a sum of what it left,
+    and the truth is not.
+    """
     value, true = evidence.run.tensors.get(name), evidence.truth.tensors[name]
     if value is None or value.is_complex() or true.is_complex() or value.shape != true.shape:
         return False
@@ -64,16 +68,17 @@ def is_left_wrong(evidence: Evidence, name: str) -> bool:
 def _sums_before(
     evidence: Evidence, name: str, near: float = math.inf, of: Tensor | None = None
 ) -> Iterator[tuple[Axes, float]]:
-    """Axes over which the ranks' gradients add up to a multiple of the truth on every rank, and that multiple.
+    """Axes over which the ranks' gradients add up to a multiple of the truth on every rank, and the factor.
 
-    They do so within rounding of their dtype, and within `near` of the truth's size. Ranks with the same numbers show
-    no sum: each may as well hold a part of what it should have. `of` is a tensor in the truth's place.
+    They must do so within the rounding of their dtype, and within `near` of the truth's size. Ranks with the same
+    numbers show no sum, since each may hold only a part of what it should. `of` is a tensor in place of the truth.
     """
     true = (evidence.truth.tensors[name] if of is None else of).double()
     parts = [given.get(name.removeprefix("grad/")) for given in evidence.search.before_sums]
     held = {rank: part for rank, part in enumerate(parts) if part is not None and part.local.numel()}
     whole = all(part.global_shape == tuple(true.shape) for part in held.values())
-    if not held or not whole or not {*blocks_of(evidence.run, name)} <= {*held}:  # fewer may hold a part of the sum
+    # If some ranks are missing, the others may hold a part of the sum only.
+    if not held or not whole or not {*blocks_of(evidence.run, name)} <= {*held}:
         return
     axes = [axis for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes]
     for over in itertools.chain.from_iterable(itertools.combinations(axes, count) for count in range(len(axes) + 1)):
@@ -86,7 +91,7 @@ def _sums_before(
 def _factor_of_sum(
     rank: int, held: Mapping[int, Block], axes: Sequence[Sequence[Sequence[int]]], truth: Tensor, near: float
 ) -> float | None:
-    """The number that the truth's part is multiplied by in the sum over these axes; None where it is no multiple."""
+    """The factor of the truth's part in the sum over these axes; None if it is no multiple."""
     part, ranks = held[rank], {rank}
     for lists in axes:
         ranks |= {other for members in lists for other in members if ranks & {*members}}

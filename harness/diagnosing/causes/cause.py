@@ -1,9 +1,8 @@
 """Likely causes: the stable ids that tables and tests rely on, each with what it states of one failure.
 
-An id says what kind of mistake numbers or calls show, of any subject; the fact says it of this tensor, axis and group.
-A cause carries what it predicts (`causes.proofs`), and cannot be made when the numbers contradict it. Hypotheses make
-one by `claim_cause`.
-Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
+An id says which kind of mistake numbers or calls show, for any subject; the fact says it for this tensor, axis and
+group. A cause carries its predictions (`causes.proofs`), and cannot be made if the numbers contradict them. Hypotheses
+make one by `claim_cause`. Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 """
 
 from collections.abc import Mapping
@@ -50,14 +49,14 @@ CAUSES: Mapping[str, str] = {
     "machine": "the machine failed or the time was up",
     "witness": "witnesses of the calls that do not agree",
 }
-"""Id -> what it stands for, whatever the tensor."""
+"""Id -> its meaning, for any tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A likely cause of a failure. Raises ValueError for a cause that its `proof` does not bear out, or without one.
+    """A likely cause of a failure. Raises ValueError for a cause whose `proof` fails, or that has none.
 
-    `follows`: sizes of the case that a factor equals: a case with another one would show whether it comes from them.
+    `follows`: sizes of the case that equal a factor; a case with another size shows whether the factor comes from it.
     """
 
     id: str
@@ -72,7 +71,7 @@ class Cause:
 
     @property
     def explains(self) -> frozenset[str]:
-        """The tensors that its proofs account for."""
+        """The tensors that its proofs explain."""
         return frozenset(name for proof in self.proof for name in proof.names)
 
     @property
@@ -86,7 +85,7 @@ class Cause:
 
 
 def claim_cause(id: str, fact: Fact, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
-    """The cause of this id, when its predictions hold; nothing when the numbers contradict it."""
+    """The cause of this id if its predictions hold; empty if the numbers contradict it."""
     _check_id(id)
     if not proof or not all(one.holds for one in proof):
         return []
@@ -94,7 +93,7 @@ def claim_cause(id: str, fact: Fact, *proof: Proof, follows: tuple[str, ...] = (
 
 
 def report_cause(id: str, fact: Fact, what: object) -> Cause:
-    """The cause of this id that something else than numbers shows: a call, a flaw, a finding, an exception."""
+    """The cause of this id that is shown without numbers: by a call, a flaw, a finding, an exception."""
     _check_id(id)
     return Cause(id=id, fact=fact, proof=(Seen(what=what),))
 

@@ -1,6 +1,6 @@
-"""Hypotheses: mistakes that may be behind a failure, each with what it predicts, tried and ranked by what they explain.
+"""Hypotheses: mistakes that may explain a failure, each with its predictions, ranked by how much they explain.
 
-Files of `harness.diagnosing.hypotheses` state them. A cause is never made of numbers that contradict it
+They are stated in `harness.diagnosing.hypotheses`. A cause is never made from numbers that contradict it
 (`causes.cause`).
 """
 
@@ -17,7 +17,7 @@ from shardproof.harness.diagnosing.causes.cause import Cause
 from shardproof.harness.differences import Difference
 
 LATER = "later"
-"""Logits, a loss or a norm of a later step: they follow from the parameters before them."""
+"""Logits, a loss or a norm of a later step: they follow from the parameters before it."""
 OF_TOKENS = "loss of wrong tokens"
 """A loss that is divided by a wrong number of tokens."""
 STATE = "state"
@@ -25,7 +25,7 @@ STATE = "state"
 OTHER = "other"
 _KNOWN = frozenset({"init", "mask", "act", "logits", "loss", "act_grad", "grad", "tokens", "grad_norm"})
 VALUES = frozenset({"init", "act", "logits", "loss", "act_grad", "grad", OTHER})
-"""Kinds of tensors that are computed of others of their step, and are not counts, norms or states."""
+"""Kinds of tensors that are computed from others of their step, and are no counts, norms or states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class Failure:
 
     @property
     def first(self) -> str:
-        """The first wrong name with a truth, "" without one."""
+        """The first wrong name with a truth, or ""."""
         return self.numbers[0] if self.numbers else ""
 
     @property
     def kind(self) -> str:
-        """The kind of the first wrong tensor, by its name, or one of the words of this file."""
+        """The kind of the first wrong tensor: that of its name, or one of the words of this file."""
         kind, from_start = kind_of(self.first), self.evidence.truth.controls.states is None
         if kind in ("logits", "loss", "grad_norm") and not self.first.endswith("/0") and from_start:
             return LATER
@@ -63,7 +63,7 @@ class Failure:
 
     @property
     def alike(self) -> list[str]:
-        """The wrong names of the first one's kind."""
+        """The wrong names of the same kind as the first."""
         return self.of_kind(kind_of(self.first))
 
     @property
@@ -73,12 +73,14 @@ class Failure:
 
     @property
     def value(self) -> Tensor | None:
-        """The first wrong tensor; None where ranks disagree on it."""
+        """The first wrong tensor; None if ranks disagree on it."""
         return self.evidence.run.tensors.get(self.first)
 
     @property
     def whole(self) -> list[str]:
-        """The first wrong name, with all wrong gradients if it is one, that ranks agree on; [] if not on the first."""
+        """The first wrong name, and all wrong gradients if it is one, on which ranks agree; [] if they do not agree on
+        the first.
+        """
         names = self.alike if self.kind == "grad" else self.alike[:1]
         return [] if self.torn else [name for name in names if name in self.evidence.run.tensors]
 
@@ -88,12 +90,14 @@ class Failure:
 
 
 def of_values(find: Callable[[Evidence, Sequence[str]], list[Cause]]) -> Callable[[Failure], list[Cause]]:
-    """The causes that a function finds in wrong values that ranks agree on, in the dtypes by which they are judged."""
+    """The causes that a function finds in wrong values on which ranks agree, in the dtypes by which
+    these are judged.
+    """
     return lambda failure: find(_as_judged(failure.evidence, names), names) if (names := failure.whole) else []
 
 
 def _as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
-    """The evidence with these tensors in the dtype by which they are judged, where they are kept in a wider one."""
+    """The evidence with these tensors in the dtype by which they are judged, if they are stored in a wider one."""
     run = evidence.run
     dtypes = {name: getattr(torch, run.dtype_of(name)) for name in names}
     tensors = {name: run.tensors[name] for name in names if evidence.truth.tensors[name].is_floating_point()}
@@ -103,10 +107,10 @@ def _as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """A mistake that may be behind a failure: `predicts` states what it makes of the tensors that it speaks of.
+    """A mistake that may explain a failure. `predicts` states what it does to the tensors that it affects.
 
-    `causes` finds it: the causes whose predictions hold, [] where none does. `kinds` are the kinds of first wrong
-    tensors for which it is tried.
+    `causes` finds it: the causes whose predictions hold, or []. It is tried if the first wrong tensor is of one of
+    `kinds`.
     """
 
     predicts: str

@@ -33,7 +33,7 @@ _PHASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a name of an outcome is computed: step, phase and module path ("" when it belongs to none)."""
+    """Where a name of an outcome is computed: step, phase and module path ("" if it is in no module)."""
 
     step: int
     phase: str
@@ -55,7 +55,7 @@ def place_of(name: str, steps: int) -> Place:
         return Place(step=0, phase=phase, module=rest)
     if kind in ("init", "grad", "param"):
         return Place(step=steps - 1 if kind == "param" else 0, phase=phase, module=rest.rpartition(".")[0])
-    named = step_of(name)  # a number of another meaning, as of a layer, may be of no step
+    named = step_of(name)  # the number may be that of a layer, in a name without a step
     return Place(step=named if 0 <= named < steps else 0, phase=phase, module="")
 
 
@@ -78,17 +78,17 @@ def order_by_time(names: Sequence[str], steps: int) -> list[str]:
         order += reversed([name for name in names if is_state(name) and step_of(name) == step])
     order += reversed(of_kind.get("param", ()))
     placed = set(order)
-    others = [name for name in names if name not in placed]  # of a subject's own kinds, those without a step last
+    others = [name for name in names if name not in placed]  # of a subject's own kinds, those without a step come last
     return order + sorted(others, key=lambda name: step_of(name) if 0 <= step_of(name) < steps else steps)
 
 
 def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str], *, tried: bool = False) -> int:
-    """The step whose update may be behind this first wrong name of the step after it; -1 where there is none.
+    """The step whose update may cause this first wrong name of the step after it; -1 if there is none.
 
-    No update is in doubt where every parameter behind it was returned right, or logits, a loss or a norm of gradients
-    after it. A small error of an update moves these less than their limits, so they show nothing where the case is
+    The update is not in doubt if every parameter after it was returned right, or logits, a loss or a gradient norm
+    after it were. A small error of an update moves these by less than their limits, so they show nothing if the case is
     `tried` with fewer steps. Tensors that were not returned show nothing. A step that is compared from the subject's
-    own state is not behind a later one.
+    own state does not cause errors of a later one.
     """
     known, step = {*run.tensors} & {*truth.tensors}, 0
     if kind_of(name) in ("logits", "loss", "grad_norm", "routing", "param") or is_state(name):
@@ -101,9 +101,9 @@ def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection
 
 
 def wrong_ranks(run: RecordedRun, truth: Truth, name: str) -> tuple[int, ...]:
-    """Ranks whose error exceeds a thousandth of the largest one; where errors are not finite, these ranks alone.
+    """Ranks whose error exceeds a thousandth of the largest one; if errors are not finite, these ranks alone.
 
-    The result is empty when all ranks are wrong, or when the tensor cannot be held against the truth.
+    Empty if all ranks are wrong, or if the tensor cannot be compared with the truth.
     """
     true = truth.tensors.get(name)
     if true is None or not true.is_floating_point() or not is_comparable(run, truth, name):
@@ -121,7 +121,7 @@ def wrong_ranks(run: RecordedRun, truth: Truth, name: str) -> tuple[int, ...]:
 def ranks_apart(run: RecordedRun, truth: Truth, names: Sequence[str]) -> tuple[set[int], set[int]]:
     """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
 
-    Ranks that hold no element of them are in neither; both are empty where a tensor cannot be held against the truth.
+    Ranks that hold no element of them are in neither. Both are empty if a tensor cannot be compared with the truth.
     """
     bad, judged = set[int](), set[int]()
     for name in names:
@@ -141,7 +141,7 @@ def ranks_apart(run: RecordedRun, truth: Truth, names: Sequence[str]) -> tuple[s
 
 
 def _largest_error(block: Block, truth: Tensor) -> float:
-    """Largest error of a block; 0 when it cannot be held against the truth alone, infinite when it is not finite."""
+    """The largest error of a block; 0 if it cannot be compared with the truth alone, infinite if it is not finite."""
     if block.global_shape != tuple(truth.shape) or not block.local.numel() or block.reduce_op:
         return 0.0
     gap = float((block.local.double() - block.part_of(truth).double()).abs().max())
@@ -159,7 +159,7 @@ def held_whole(run: RecordedRun, name: str) -> bool:
 def is_comparable(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether every block of this name has the truth's full shape, and is floating-point exactly if the truth is.
 
-    The result is True for a name without a truth.
+    True for a name without a truth.
     """
     true = truth.tensors.get(name)
     if true is None:
@@ -179,10 +179,10 @@ def blocks_of(run: RecordedRun, name: str) -> dict[int, Sequence[Block]]:
 
 
 def is_summable(run: RecordedRun, claims: Claims, axis: str, name: str) -> bool:
-    """Whether a sum over this axis once more would multiply this tensor.
+    """Whether another sum over this axis would multiply this tensor.
 
-    Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis
-    gave. Ranks with other data (rows of an activation), or with other parts of a weight, would mix theirs.
+    It would if the ranks of a group hold equal parts, or parts from a reduce-scatter over the axis. Ranks with other
+    data (rows of an activation), or with other parts of a weight, would mix theirs.
     """
     ranks = claims.axes.get(axis, (tuple(range(run.case.world_size)),))[0]
     blocks = blocks_of(run, name)

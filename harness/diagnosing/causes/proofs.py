@@ -1,7 +1,7 @@
-"""Predictions of a cause for the tensors that it speaks of, and whether their numbers bear it out.
+"""Predictions of a cause for the tensors that it affects, and whether their numbers agree.
 
-A prediction holds when it accounts for the error: the rest is small beside the error, not just beside the truth.
-Tensors of one prediction have one shape; values of several ranks are put end to end.
+A prediction holds if it explains the error: what is left is small beside the error, not just beside the truth. The
+tensors of one prediction have one shape; values of several ranks are concatenated.
 """
 
 import math
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 SINGLE = 1e-4
-"""Relative error within which a guess explains a single number, which may come near others by chance."""
+"""A guess explains a single number only within this relative error, since it may be close to it by chance."""
 _LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Share of the error that may be left when a pattern explains it; rounding leaves more in shorter dtypes."""
+"""The share of the error that a pattern may leave. Rounding leaves more in shorter dtypes."""
 _LEFT_IN_SHORT = 3e-2
 DRIFT = 64
 """Replicas within this many machine epsilons of the truth differ in their last bits only."""
 _ROUNDINGS = 16
-"""A tensor that was rounded on its way is within this many epsilons of the shorter dtype of the truth."""
+"""A tensor that was rounded to a shorter dtype is within this many epsilons of that dtype of the truth."""
 FEWEST_OF_A_FACTOR = 4
-"""Fewest independent elements that show a factor: any wrong number is a factor times the right one."""
+"""The fewest independent elements that show a factor, since any single number is a multiple of the right one."""
 FEWEST = 8
-"""Fewest nonzero elements whose fit to a shorter dtype is no chance."""
+"""The fewest nonzero elements that do not fit a shorter dtype by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Explained:
     """A wrong `value` is `guess`, and not the truth.
 
-    `names` are the tensors whose values these are, `fitted` how many numbers the guess takes from them. `left` is the
-    share of the error that may be left, by default what rounding leaves in the value's dtype.
+    `names` are the tensors whose values these are, `fitted` is how many numbers the guess takes from them. `left` is
+    the share of the error that may be left, by default that of rounding in the value's dtype.
     """
 
     value: Tensor
@@ -44,7 +44,7 @@ class Explained:
 
     @property
     def holds(self) -> bool:
-        """Whether next to nothing of the error is left."""
+        """Whether nearly all of the error is explained."""
         share = share_left(self.value) if self.left is None else self.left
         x, t, guess = (tensor.double() for tensor in (self.value, self.truth, self.guess))
         error, left = float((x - t).norm()), float((x - guess).norm())
@@ -55,7 +55,8 @@ class Explained:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rounded:
-    """All elements of a wrong `value`, not all of the truth, are representable in the dtype `short`; the two are close.
+    """All elements of a wrong `value`, but not all of the truth, can be represented in the dtype `short`; the two are
+    close.
 
     Rounding errors are nearly orthogonal to the truth, and the error of a wrong factor is not.
     """
@@ -68,7 +69,7 @@ class Rounded:
 
     @property
     def holds(self) -> bool:
-        """Whether the value fits `short`, the truth does not, and the error is one of rounding."""
+        """Whether the value fits `short`, the truth does not, and the error is that of rounding."""
         x, t, eps = self.value.double(), self.truth.double(), torch.finfo(self.short).eps
         if x.shape != t.shape or int((x != 0).sum()) < FEWEST or not bool(torch.isfinite(x).all()):
             return False
@@ -82,7 +83,7 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Near:
-    """The `value` of one of several replicas is the truth but for its last bits, beside the tensor's largest `size`."""
+    """The `value` of one replica is the truth but for its last bits, relative to the tensor's largest `size`."""
 
     value: Tensor
     truth: Tensor
@@ -136,20 +137,20 @@ def last_bits(value: Tensor) -> float:
 
 
 def share_left(value: Tensor) -> float:
-    """The share of its error that an explanation of this value may leave, by its dtype."""
+    """The share of the error that an explanation of this value may leave, by its dtype."""
     return _LEFT.get(value.dtype, _LEFT_IN_SHORT if value.is_floating_point() else _LEFT[torch.float64])
 
 
 def is_explained_by(guess: Tensor, value: Tensor, truth: Tensor) -> bool:
-    """Whether `guess` accounts for the wrong `value`: next to nothing of the error is left."""
+    """Whether `guess` explains the wrong `value`: nearly nothing of the error is left."""
     return Explained(value=value, truth=truth, guess=guess).holds
 
 
 def count_independent(truths: Iterable[Tensor]) -> int:
-    """Elements of these tensors that show a factor by themselves: those that are 0, or repeat another, do not."""
+    """Elements of these tensors that show a factor independently, without zeros and repeats of others."""
     return sum(len(t.double()[t != 0].abs().unique()) for t in truths)
 
 
 def as_tensor(value: float) -> Tensor:
-    """A number as a tensor, to be held against others."""
+    """A number as a tensor, for comparisons."""
     return torch.tensor(value, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""The engine of hypotheses: all of a kind are tried, and the one whose cause explains most is reported.
+"""Tries all hypotheses of a kind, and reports the one whose cause explains most.
 
 First comes what explains the first wrong tensor, then what explains most of the wrong ones, then what takes fewest
-numbers from them. A cause that leaves more of a wrong tensor than its check allows is none.
+numbers from them. A cause that leaves more of a wrong tensor than its check allows is dropped.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from shardproof.harness.diagnosing.causes.proofs import Explained
 def select_best(
     failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()
 ) -> list[Cause]:
-    """The causes of the hypothesis that explains most; those of others of its rank are alternatives.
+    """The causes of the hypothesis that explains most; those of equal rank are alternatives.
 
     `left_out` are ids of causes that do not count.
     """
@@ -36,9 +36,9 @@ def _rank_of_cause(failure: Failure, cause: Cause) -> tuple[bool, int, int]:
 
 
 def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
-    """Causes that leave no more of a wrong tensor than its check allows: the last word before they are reported.
+    """The causes that leave no more of a wrong tensor than its check allows, which are reported.
 
-    The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values.
+    The first merged tensor of a cause decides, since later ones were computed from wrong values.
     """
     return [cause for cause in causes if _is_residual_allowed(evidence, cause)]
 
@@ -46,8 +46,8 @@ def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
 def _is_residual_allowed(evidence: Evidence, cause: Cause) -> bool:
     """Whether the tensor would pass if the residual of the prediction were its error.
 
-    True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
-    A prediction that states how much it may leave (`Explained.left`) is one of a hypothesis with a limit of its own.
+    True for causes of one rank's part, of a step's movement, or of a truth of 0, which has no size to compare with. A
+    prediction that states how much it may leave (`Explained.left`) belongs to a hypothesis with a limit of its own.
     """
     tensors = evidence.run.tensors
     whole = (proof for proof in cause.proof if isinstance(proof, Explained) and proof.left is None)

@@ -13,7 +13,7 @@ from shardproof.harness.terms import EventKey
 from shardproof.harness.verdicts.facts import state_fact
 
 _AFTER_GRADIENTS = frozenset({"grad_norm", STATE})
-"""Kinds of numbers that are made of the gradients of parameters."""
+"""Kinds of tensors that are made from gradients of parameters."""
 _GROUP = frozenset({"axis", "group_size"})
 _WORK = frozenset({"op", "reduce_op"})
 _PAYLOAD = frozenset({"dtype", "payload_bytes"})
@@ -22,11 +22,13 @@ _COUNTED = {
     "extra": ("extra_call", "more_than_counted"),
     "wrong": ("wrong_call", "other_than_counted"),
 }
-"""Causes when a term with fields left out does not hold: kind of the difference -> ids of the cause and its fact."""
+"""A term that leaves fields out does not hold: kind of the difference -> id of the cause and id of its fact."""
 
 
 def over_other_ranks(failure: Failure) -> list[Cause]:
-    """The first axis whose calls ran over ranks that it does not have, with the rank lists seen and the legal ones."""
+    """The cause for the first axis with calls over ranks that it does not have, with the rank lists seen and the legal
+    ones.
+    """
     evidence = failure.evidence
     stray_calls = find_strays(evidence.run.calls, evidence.claims)
     if not stray_calls:
@@ -38,9 +40,9 @@ def over_other_ranks(failure: Failure) -> list[Cause]:
 
 
 def behind_a_check(failure: Failure) -> list[Cause]:
-    """The differing call, where what a check states by itself follows from it.
+    """The differing call, if a check's own statement follows from it.
 
-    The call was not waited for, or ran over other ranks, whose parts are other parts.
+    The call was not waited for, or it ran over other ranks, whose parts are different ones.
     """
     parted, check = failure.parted, first_stated(failure)
     if parted is None:
@@ -54,7 +56,7 @@ def behind_a_check(failure: Failure) -> list[Cause]:
 
 
 def in_lower_precision(failure: Failure) -> list[Cause]:
-    """The differing call, where it sends in the lower precision that ranks round to."""
+    """The differing call, if it sends in the lower precision to which the ranks round."""
     parted = failure.parted
     if parted is None or parted.found is None or parted.found.dtype not in failure.evidence.search.low_precision_op:
         return []
@@ -62,18 +64,18 @@ def in_lower_precision(failure: Failure) -> list[Cause]:
 
 
 def before_the_numbers(failure: Failure) -> list[Cause]:
-    """The differing call, where it comes before the first wrong tensor; another phase changes no number."""
+    """The differing call, if it comes before the first wrong tensor. A call in another phase changes no number."""
     parted = failure.parted
     return guess_differing_call(failure) if parted and failure.call_first and not _another_place(parted) else []
 
 
 def guess_differing_call(failure: Failure) -> list[Cause]:
-    """The differing call, where it may be behind the first wrong tensor."""
+    """The differing call, if it may be the cause of the first wrong tensor."""
     return [_blame_difference(failure.parted)] if failure.parted and _may_cause(failure, failure.parted) else []
 
 
 def _blame_difference(parted: Difference) -> Cause:
-    """Usual cause of a difference between ledger and expectation."""
+    """The usual cause of a difference between ledger and closed form."""
     line = parted.line
     if parted.counted:
         cause, fact = _COUNTED[parted.kind]
@@ -82,7 +84,7 @@ def _blame_difference(parted: Difference) -> Cause:
         return report_cause("missing_call", state_fact("call_left_out", op=line.op, axis=line.axis), parted)
     if parted.kind == "extra":
         return report_cause("extra_call", state_fact("call_too_many", op=line.op, axis=line.axis), parted)
-    assert parted.expected and parted.found  # the third kind has both sides
+    assert parted.expected and parted.found  # this kind has both sides
     expected, found = parted.expected, parted.found
     fields = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
     changes = [(field, getattr(found, field), getattr(expected, field)) for field in fields]
@@ -109,9 +111,9 @@ def _another_place(parted: Difference) -> bool:
 
 
 def _may_cause(failure: Failure, parted: Difference) -> bool:
-    """Whether a call may be behind the first wrong number: it comes before that, or before its sum in grad_sync.
+    """Whether a call may cause the first wrong number: it comes before it, or before its sum in grad_sync.
 
-    Of a module that never ran, and of parameters without a gradient, more is missing than a call.
+    More than a call is missing if a module never ran, or parameters have no gradient.
     """
     evidence, output = failure.evidence, f"act/{parted.line.region}"
     unreturned = evidence.truth.tensors.keys() - evidence.run.returned
@@ -123,7 +125,7 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
 
 
 def guess_unused_parameters(failure: Failure) -> list[Cause]:
-    """The cause of parameters that stay as they were, and of which no rank returned a gradient as of others."""
+    """The cause of parameters that do not change and get no gradient, which some rank does return for others."""
     evidence = failure.evidence
     names = [name for name in evidence.truth.tensors if kind_of(name) == "grad"]
     run, search = evidence.run, evidence.search
@@ -134,7 +136,7 @@ def guess_unused_parameters(failure: Failure) -> list[Cause]:
 
 
 def unused_before_sums(failure: Failure) -> list[Cause]:
-    """The cause of unused parameters, where the first wrong tensor is made of gradients."""
+    """The cause of unused parameters, if the first wrong tensor is made from gradients."""
     return guess_unused_parameters(failure) if failure.kind in _AFTER_GRADIENTS else []
 
 

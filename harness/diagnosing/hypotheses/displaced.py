@@ -1,7 +1,7 @@
-"""Right numbers in wrong places: patterns of a whole tensor, another rank's part, and another tensor's.
+"""Right numbers in wrong places: patterns of a whole tensor, another rank's part, and another tensor's numbers.
 
-Each rank's own blocks are held against the truth at the places where other ranks' blocks begin. So parts of unequal
-size, and a last one that is shorter, are looked at too.
+Each rank's own blocks are compared with the truth at the places where other ranks' blocks begin. So parts of unequal
+size, and a shorter last part, are found too.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.verdicts.facts import state_fact
 
 OVERLAP = 0.5
-"""Share of a part that must lie inside the tensor at the other place."""
+"""The share of a part that must lie inside the tensor at the other place."""
 
 
 def from_regions(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
-    """Whether every wrong block of a tensor holds what belongs to another place along one dim."""
+    """Whether every wrong block of a tensor holds the numbers of another place along one dim."""
     if not is_comparable(run, truth, name):
         return []
     blocks = [(rank, block) for rank, of_rank in blocks_of(run, name).items() for block in of_rank]
@@ -49,7 +49,7 @@ def _is_wrong(block: Block, truth: Tensor) -> bool:
 def _find_elsewhere(
     name: str, block: Block, dim: int, starts: Sequence[int], truth: Tensor
 ) -> tuple[int, Explained] | None:
-    """Where along a dim the numbers of this block lie in truth, of these places; None when at none of them."""
+    """The place along a dim, one of these, whose numbers in the truth this block holds; None if there is none."""
     (own, end), cut = block.region[dim], [slice(a, b) for a, b in block.region]
     for start in starts:
         size = min(end - own, truth.shape[dim] - start)
@@ -75,7 +75,7 @@ def in_other_places(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
 
 
 def _other_steps(truth: Truth, name: str) -> dict[str, Tensor]:
-    """Truths of the same name in another step, the nearest and of these the earlier first: what a stale one equals."""
+    """Truths of the same name in other steps, which a stale tensor equals: the nearest first, of two the earlier."""
     now = step_of(name)
     if now < 0:
         return {}
@@ -91,15 +91,16 @@ def _but_for_step(name: str) -> tuple[str, str]:
 
 
 def from_other_tensors(truth: Truth, name: str, value: Tensor) -> list[Cause]:
-    """Whether a tensor is another one of its kind and step, or along one dim made of slices of several of them.
+    """Whether a tensor is another one of its kind and step, or is made of slices of several of them along one dim.
 
-    So fused tensors look that are cut at other places than they were joined.
+    A fused tensor looks like this if it is cut at other places than those where its parts were joined.
     """
     true, tensors = truth.tensors[name], truth.tensors
     if true.dim() < 2 or true.shape != value.shape or not value.is_floating_point():
         return []
     alike = [n for n in tensors if kind_of(n) == kind_of(name) and step_of(n) == step_of(name)]
-    others = [n for n in alike if not torch.equal(tensors[n], true)]  # a module may return what one inside it does
+    # A module may return what a module inside it returns: equal tensors are no others.
+    others = [n for n in alike if not torch.equal(tensors[n], true)]
     for other in others:
         if tensors[other].shape == true.shape:
             is_other = Explained(value=value, truth=true, guess=tensors[other], names=(name,))
@@ -117,9 +118,9 @@ def _without_dim(tensor: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def _of_slices(truth: Truth, name: str, value: Tensor, dim: int, beside: Sequence[str]) -> list[Cause]:
-    """Whether every slice along a dim is one of this tensor or of those `beside`, and some are of those.
+    """Whether every slice along a dim comes from this tensor or from those `beside`, and some from those.
 
-    Zeros, and slices of which most are like others, lie in any tensor: they show nothing.
+    Slices that lie in any tensor show nothing: zeros, and slices that are mostly like others.
     """
     tensors = [truth.tensors[n].double().movedim(dim, 0).flatten(1) for n in (name, *beside)]
     slices, mine = torch.cat(tensors), value.double().movedim(dim, 0).flatten(1)

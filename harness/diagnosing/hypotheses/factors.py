@@ -1,9 +1,9 @@
 """Wrong tensors that are the truth times one number, and which sizes of the case that number may come from.
 
-A sum over an axis is named only where such a sum can happen to this very tensor (`is_summable`). Where several sizes of
-the case equal the factor, or a constant might, `Evidence.others` decides: the same subject in cases with another size.
-A factor that follows the size comes from it, one that stays is a constant. Without such cases all sizes that fit are
-named: numbers of one case alone cannot choose between them.
+A sum over an axis is named only if such a sum can happen to this very tensor (`is_summable`). If several sizes of the
+case equal the factor, or a constant may, `Evidence.others` decides: the same subject in cases with another size. A
+factor that follows the size comes from it, and one that stays is a constant. Without such cases all sizes that fit are
+named, since the numbers of one case cannot choose between them.
 """
 
 import math
@@ -31,21 +31,21 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.verdicts.facts import state_fact
 
 Predict = Callable[[float], tuple[Explained, ...]]
-"""A factor -> its predictions for the wrong tensors."""
+"""What a factor makes of the truths: factor -> predictions for the wrong tensors."""
 Measure = Callable[[Evidence], float | None]
-"""Evidence of another case -> the factor on the same tensor or part there; None when it shows none."""
+"""Evidence of another case -> the factor on the same tensor or part there; None if it shows none."""
 _NEAR = 1e-6
-"""A factor is a size within this share of it, or within what rounding leaves of the error."""
+"""A factor equals a size within this share of it, or within what rounding leaves of the error."""
 _LARGE = 3
-"""From this size on a factor that equals it is no constant by chance."""
+"""A factor that equals a size of at least this is not taken for a constant."""
 _ALL, _TOKENS = "all ranks", "tokens of the step"
 _POWERS = (1, -1, 2, -2)
-"""Powers of a size that a factor may be."""
+"""The powers of a size that a factor may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guess:
-    """A power of a size that a factor equals: of an axis, of all ranks, micro-batches, tokens of the step."""
+    """A size, or a power of it, that a factor equals: of an axis, of all ranks, micro-batches, tokens of the step."""
 
     size: str
     power: int
@@ -56,7 +56,7 @@ class _Guess:
 
 
 def factor_of(value: Tensor, truth: Tensor) -> float | None:
-    """The number that the truth is multiplied by in `value`; None when no number explains it."""
+    """The number by which the truth is multiplied in `value`; None when no number explains it."""
     x, t = value.double(), truth.double()
     power = float((t * t).sum())
     factor = float((x * t).sum()) / power if power else 0.0
@@ -64,9 +64,9 @@ def factor_of(value: Tensor, truth: Tensor) -> float | None:
 
 
 def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] = ()) -> list[Cause]:
-    """Causes of one factor on all of these wrong tensors; nothing when they do not share one.
+    """Causes of one factor on all of these wrong tensors; empty when they do not share one.
 
-    `beside` are all wrong gradients, where they are to share it too.
+    `beside`: all wrong gradients, if they must share it too.
     """
     every = [*names, *beside]
     values = {name: evidence.run.tensors[name] for name in every if name in evidence.run.tensors}
@@ -76,7 +76,7 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     if not known or len(known) < len(every):
         return []
     near = max(_NEAR, *(share_left(value) for value in values.values()))
-    # guesses are of the measured factor, which is not exactly the size
+    # the measured factor is not exactly a size, the guesses are
     predicted = tuple(
         Explained(
             value=value,
@@ -96,7 +96,7 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
 def meaning_of(
     evidence: Evidence, factor: float, what: str, near: float, measure: Measure, predict: Predict, step: int
 ) -> list[Cause]:
-    """Causes of a factor on what a step makes: `what` is "gradients" or "updates".
+    """Causes of a factor on the result of a step; `what` is "gradients" or "updates".
 
     `measure` finds the factor in another case. A sum or mean too many would show from the first step on.
     """
@@ -106,7 +106,7 @@ def meaning_of(
 
 
 def _factor_in(run: RecordedRun, truth: Truth, name: str) -> float | None:
-    """The factor on this tensor in another case; 1 where it is right."""
+    """The factor on this tensor in another case; 1 if it is right there."""
     value, true = run.tensors.get(name), truth.tensors.get(name)
     if value is None or true is None or value.shape != true.shape:
         return None
@@ -127,9 +127,9 @@ def _decide_factor(
     measure: Measure,
     predict: Predict,
 ) -> list[Cause]:
-    """The cause of the guesses that the factor fits here and in other cases; else that of a constant factor.
+    """The cause for the guesses at which the factor fits here and in other cases; otherwise that of a constant factor.
 
-    `multiplied`: values of the fact that say what the factor is of.
+    `multiplied`: values of the fact that say what is multiplied.
     """
     if count_independent(proof.truth for proof in predict(factor)) < FEWEST_OF_A_FACTOR:
         return []
@@ -147,7 +147,7 @@ def _decide_factor(
         if _counts_by_name(other.run, other.truth).get(size) != counts.get(size)
     ]
     stated = partial(state_fact, "factor", **multiplied, factor=factor)
-    if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
+    if seen and stays and left:  # only sizes that no legal case changes are left, and a constant fits as well
         large = [g for g in left if counts[g.size] >= _LARGE]
         left, elsewhere = large or left, []
         stated = partial(stated, unsure=not large)
@@ -161,15 +161,15 @@ def _decide_factor(
 
 
 def _is_constant(factor: float, elsewhere: Sequence[float], near: float) -> bool:
-    """Whether it is this factor in other cases too, but for those in which the tensor is right."""
+    """Whether it is this factor in all other cases in which the tensor is wrong."""
     found = [there for there in elsewhere if there != 1]
     return bool(found) and all(_is_equal(there, factor, near) for there in found)
 
 
 def _follows_size(evidence: Evidence, guess: _Guess, seen: Sequence[tuple[Evidence, float]], near: float) -> bool:
-    """Whether the factor in other cases is the guess: where its size is another one, and where it is the same.
+    """Whether the factor follows the guess in other cases: those with another size, and those with the same.
 
-    What was seen to follow the size may not happen at all without another one: there the tensor is right.
+    The mistake may not happen at all without a size that it needs: there the tensor is right.
     """
     size = _counts_by_name(evidence.run, evidence.truth).get(guess.size)
     fits = [(other, there, _is_equal(there, guess.factor(other), near)) for other, there in seen]
@@ -183,7 +183,7 @@ def _label_of_size(run: RecordedRun, truth: Truth, size: str) -> str:
 
 
 def _guess_origins(run: RecordedRun, claims: Claims, names: Sequence[str]) -> list[_Guess]:
-    """Origins of a factor on these tensors: sums and means over axes, numbers of micro-batches and tokens."""
+    """Possible origins of a factor on these tensors: sums and means over axes, numbers of micro-batches and tokens."""
     sizes = _sizes_that_split(run)
     sums = [axis for axis in sizes if all(is_summable(run, claims, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
@@ -193,22 +193,23 @@ def _guess_origins(run: RecordedRun, claims: Claims, names: Sequence[str]) -> li
 
 
 def _sizes_that_split(run: RecordedRun) -> list[str]:
-    """Axes that split something, and all ranks where they are more than those of any axis."""
+    """The axes that split something, and all ranks if they are more than those of any axis."""
     sizes = split_axes(run.case)
     return [*sizes] if run.case.world_size in sizes.values() else [*sizes, _ALL]
 
 
 def _counts_by_name(run: RecordedRun, truth: Truth) -> dict[str, float]:
-    """Every size that a factor may come from; axes that split nothing are not among them."""
+    """Every size that a factor may come from. Axes that split nothing have none."""
     counts: dict[str, float] = {**split_axes(run.case), _ALL: run.case.world_size}
     tokens = truth.tensors.get("tokens/0")
     return counts | {"micro": run.case.micro} | ({} if tokens is None else {_TOKENS: float(tokens)})
 
 
 def _per_step(failure: Failure) -> list[Cause]:
-    """Causes of a factor on the numbers of all wrong steps, else of one on the first step's and all wrong gradients.
+    """Causes of a factor on the numbers of all wrong steps, otherwise of one on the first step's and all wrong
+    gradients.
 
-    A constant factor that implies another whole number of tokens is left out: tokens may be counted otherwise.
+    A constant factor that implies another whole number of tokens is left out: tokens may be counted differently.
     """
     evidence, names = failure.evidence, failure.alike
     gradients, first = failure.of_kind("grad"), evidence.run.tensors.get(names[0])

@@ -1,10 +1,11 @@
-"""Why masks of dropout that ranks drew themselves are wrong, where the masks leave no doubt.
+"""Why dropout masks that ranks drew themselves are wrong, if the masks leave no doubt.
 
-Ranks that hold different shards over an axis drop by one mask. Or replicas drop by masks that are independent of each
-other (exact test), not by similar ones. Or a rank drops by the mask of a module that other ranks compute. Or backward
-drops by another mask than forward.
+There are four mistakes. Ranks that hold different shards over an axis use one mask. Replicas use masks that are
+independent of each other (by an exact test, not by similarity). A rank uses the mask of a module that other ranks
+compute. Backward uses another mask than forward.
 
-Sources: Megatron-LM #1256 (sequence parallelism from the default one), #4828 (context ranks); bugs.md B-100 to B-104.
+Sources: Megatron-LM #1256 (sequence parallelism from the default stream), #4828 (context ranks); bugs.md B-100 to
+B-104.
 """
 
 import itertools
@@ -32,13 +33,13 @@ from shardproof.harness.verdicts.facts import state_fact
 from shardproof.harness.verdicts.verdict import FAIL
 
 _ORDINARY = 1e-3
-"""A probability above which two masks are as alike as independent ones."""
+"""The probability above which two masks are as alike as independent ones."""
 
 
 def from_masks(failure: Failure) -> list[Cause]:
-    """The cause of the first of these wrong names that is a mask; none where several would do.
+    """The cause of the first of these wrong names that is a mask; none if several would fit.
 
-    The truth knows of masks nothing but what the ranks drew.
+    The truth knows nothing of masks but what the ranks drew.
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
@@ -55,12 +56,12 @@ def from_masks(failure: Failure) -> list[Cause]:
 
 
 def site_of_mask(name: str) -> str:
-    """The module that drops by this mask."""
+    """The module that applies this mask."""
     return name.split("/", 2)[-1].removesuffix(SHARES)
 
 
 def find_stray_holders(run: RecordedRun, name: str) -> list[int]:
-    """Ranks that drew a mask of a module which returned something on other ranks alone."""
+    """Ranks that drew a mask for a module that returned something only on other ranks."""
     by_rank, output = run.full_outcomes, f"act/{site_of_mask(name)}"
     computing = [rank for rank, outcome in enumerate(by_rank) if outcome.get(output)]
     holding = [rank for rank, outcome in enumerate(by_rank) if outcome.get(name)]
@@ -68,7 +69,7 @@ def find_stray_holders(run: RecordedRun, name: str) -> list[int]:
 
 
 def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
-    """An axis over which all shards of the same samples have one mask."""
+    """An axis over which all shards of the same samples have the same mask."""
     by_rank = holders_of_mask(run, name)
     for axis, groups in claims.axes.items():
         pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in by_rank], 2)]
@@ -82,7 +83,7 @@ def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
 
 
 def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
-    """Replicas, which no two stages of a pipeline are, whose masks are as unlike as those of different streams."""
+    """Replicas whose masks are as unlike as those of different streams. Stages of a pipeline are no replicas."""
     by_region: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
     for rank, outcome in enumerate(evidence.run.full_outcomes):
         if outcome.get(name):

@@ -1,7 +1,7 @@
-"""Norms of gradients gone wrong: of one rank's parts alone, or with some gradients left out or counted too often.
+"""Wrong norms of gradients: those of one rank's parts alone, or with some gradients left out or counted too often.
 
-A number of the first step is such a norm, whatever its name, where its truth is that of all gradients. Norms are built
-again of returned gradients, and of the truth's. Tested on numbers: a fit that leaves an error shows nothing.
+Any number of the first step is such a norm, whatever its name, if its truth is the norm of all gradients. Norms are
+computed again from returned gradients and from the truth's. A guess that leaves an error shows nothing.
 """
 
 import math
@@ -21,12 +21,12 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 EXACT = {torch.float64: 1e-9}
-"""Relative tolerance of a norm by its dtype, where many guesses compete for one number; else `_NEAR`."""
+"""Relative tolerance of a norm by dtype, if many guesses compete for one number; otherwise `_NEAR`."""
 _NEAR = 1e-6
 _OWN = 5e-4
-"""Relative tolerance of every rank's own norm: numbers of several ranks are no other rule's by chance."""
+"""Relative tolerance of every rank's own norm: the numbers of several ranks do not fit another rule by chance."""
 _LEFT = 1e-3
-"""Share of the error that a guess of a norm may leave of it."""
+"""The share of the error that a guess of a norm may leave."""
 
 
 def from_norms(failure: Failure) -> list[Cause]:
@@ -65,7 +65,7 @@ def _claim_norm(
 
 
 def _own_squares(run: RecordedRun) -> dict[int, float]:
-    """Rank -> the sum of squares of what it returned of gradients, of terms of a sum as they are."""
+    """Rank -> the sum of squares of the gradients that it returned; terms of a sum are counted as they are."""
     return {
         rank: sum(
             float(block.local.double().square().sum())
@@ -78,9 +78,9 @@ def _own_squares(run: RecordedRun) -> dict[int, float]:
 
 
 def _before_sums(evidence: Evidence, own: Mapping[int, float]) -> Iterator[tuple[Fact, Mapping[int, float]]]:
-    """Every rank's norm of its gradients as backward left them, or of what the ranks of an axis had: (fact, norms).
+    """Every rank's norm of its gradients as backward left them, or of those of the ranks of an axis: (fact, norms).
 
-    Where these are the norms of what the ranks returned (`own`), no sum came behind backward that a norm could miss.
+    If these are the norms of what the ranks returned (`own`), no sum followed backward that a norm could miss.
     """
     for squares in zip(*(one.tolist() for one in evidence.search.unsummed), strict=False):
         alone = {rank: math.sqrt(square) for rank, square in enumerate(squares)}
@@ -96,11 +96,11 @@ def _before_sums(evidence: Evidence, own: Mapping[int, float]) -> Iterator[tuple
 def _counted_otherwise(
     evidence: Evidence, squares: Mapping[str, float], own: Mapping[int, float]
 ) -> Iterator[tuple[Fact, float]]:
-    """Norms in which gradients are counted otherwise: (fact, norm).
+    """Norms in which gradients are counted differently: (fact, norm).
 
-    A group of gradients is left out, counted once a rank of an axis, divided by these ranks, or counted twice. Or the
-    norm is that of one rank's parts, or of all that ranks of an axis hold, replicas and all. Or norms of two groups are
-    added in place of their squares.
+    A group of gradients is left out, counted once for each rank of an axis, divided by the number of these ranks, or
+    counted twice. Or the norm is that of one rank's parts, or of all that the ranks of an axis hold, replicas included.
+    Or the norms of two groups are added instead of their squares.
     """
     axes = split_axes(evidence.run.case)
     world = {} if evidence.run.case.world_size in axes.values() else {"all ranks": evidence.run.case.world_size}
@@ -124,7 +124,9 @@ def _counted_otherwise(
 
 
 def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Gradients that code may count alike, in words: by who holds what of them, one by one, by name, by dims."""
+    """Groups of gradients that code may count alike, in words: by the ranks that hold them, one by one, by name, by
+    dims.
+    """
     whole = {name for name in names if held_whole(evidence.run, name)}
     groups = {
         "what every rank holds whole": whole,
@@ -155,7 +157,7 @@ def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, 
 
 
 def _same_part(run: RecordedRun, name: str, ranks: Sequence[int]) -> bool:
-    """Whether these ranks, as far as they hold it, hold the same part of a tensor."""
+    """Whether those of these ranks that hold a tensor hold the same part of it."""
     blocks = blocks_of(run, name)
     return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1
 

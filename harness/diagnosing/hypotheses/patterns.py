@@ -1,8 +1,8 @@
 """Patterns in wrong numbers: right ones in wrong places, those of another step, zeros, rounded ones.
 
-Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
-of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: rows in
-another order, collectives on flat memory, a neighbour's shard. Factors are those of `factors`.
+Every pattern is tested on the numbers and none is guessed from names; a tensor that fits none gets no cause. Tensors
+are full ones of equal shape; `axes` are the mesh axes that split something, name -> size. The patterns are those of
+real bugs: rows in another order, collectives on flat memory, a neighbour's shard. Factors are those of `factors`.
 """
 
 import itertools
@@ -18,19 +18,19 @@ from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Ro
 from shardproof.harness.verdicts.facts import state_fact
 
 CLOSE = 1e-2
-"""A tensor is right within this share of itself, as far as these patterns look."""
+"""These patterns take a tensor for right within this share of itself."""
 _COUNTED = 20
 """A single whole number below this proves nothing."""
 MOST_ROWS = 4096
-"""Rows beyond this are not searched for permutations."""
+"""Tensors with more rows are not searched for permutations."""
 
 
 def from_patterns(
     value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor], name: str = ""
 ) -> list[Cause]:
-    """The first pattern that explains the `value` of this name, none when no one does.
+    """The first pattern that explains the `value` of this name; none if no pattern does.
 
-    `others` are truths that it may be taken for.
+    `others` are the truths of other tensors that it may be.
     """
     if value.shape != truth.shape or not truth.numel() or not bool(torch.isfinite(truth).all()):
         return []
@@ -52,7 +52,9 @@ def from_patterns(
 
 
 def is_count(x: Tensor, t: Tensor) -> bool:
-    """Whether these are small whole numbers, of steps or of ranks: one is another, or a multiple of it, by chance."""
+    """Whether these are small whole numbers, of steps or of ranks: such numbers equal others, or multiples of them, by
+    chance.
+    """
     both = torch.stack([x.flatten(), t.flatten()])
     return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
 
@@ -88,27 +90,27 @@ def _guess_moved_parts(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: 
 
 
 def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Every size with its axes in words: parts of one size do not show which of them."""
+    """Every size with its axes in words, since parts of one size do not show which axis made them."""
     for size in dict.fromkeys(axes.values()):
         yield " or ".join(axis for axis in axes if axes[axis] == size), size
 
 
 def _guess_copied_parts(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Guess) -> Iterator[Cause]:
-    """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
+    """Parts along a dim that hold other parts of the truth; several may hold the same one."""
     guess, parts = nearest_parts(x, t, dim, size)
     wrong = state_fact("wrong_parts", dim=dim, size=size, axis=axis, parts=parts)
     yield from claim_cause("other_part", wrong, is_guess(guess=guess, fitted=size))
 
 
 def nearest_parts(x: Tensor, t: Tensor, dim: int, size: int) -> tuple[Tensor, list[int]]:
-    """For each of `size` parts of x along a dim, the nearest part of the truth, and the numbers of these."""
+    """For each of `size` parts of x along a dim, the nearest part of the truth, and the numbers of these parts."""
     mine, theirs = x.chunk(size, dim), t.chunk(size, dim)
     taken = [min(range(size), key=lambda j: float((part - theirs[j]).norm())) for part in mine]
     return torch.cat([theirs[j] for j in taken], dim), taken
 
 
 def _guess_transposed_dims(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
-    """Two dims exchanged, in a memory of the same shape."""
+    """Two dims exchanged: the memory of one layout read as the other."""
     for one, other in itertools.combinations(range(t.dim()), 2):
         if min(t.shape[one], t.shape[other]) > 1:
             exchanged = is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1)
@@ -116,7 +118,8 @@ def _guess_transposed_dims(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
 
 
 def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
-    """Parts along an inner dim, put end to end in memory instead of side by side: as they were gathered or scattered.
+    """Parts along an inner dim that lie end to end in memory instead of side by side: in the order of a gather or
+    scatter.
 
     Data ranks are stacked along dim 0, and each has a memory of its own.
     """
@@ -135,9 +138,9 @@ def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
 
 
 def _guess_parts_apart(x: Tensor, t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
-    """Rows or columns in their right order, with zeros between them, so that the last ones have no place.
+    """Rows or columns in the right order with zeros between them, so that the last ones are lost.
 
-    So are parts that were padded to one width and put together with their padding.
+    Parts look like this if they were padded to one width and joined with their padding.
     """
     for dim in range(t.dim()):
         mine, theirs = (y.movedim(dim, 0).reshape(t.shape[dim], -1) for y in (x, t))
@@ -155,9 +158,9 @@ def _guess_parts_apart(x: Tensor, t: Tensor, is_guess: _Guess) -> Iterator[Cause
 
 
 def _find_order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
-    """The block of the truth that stands at each place along `dim`, in blocks of `width`, each used once.
+    """For each place along `dim`, the block of the truth that stands there, in blocks of `width`; each is used once.
 
-    None where it would mean nothing: most blocks are like others.
+    None if that would mean nothing: most blocks are like others.
     """
     count = t.shape[dim] // width
     mine, theirs = (y.movedim(dim, 0).reshape(count, -1) for y in (x, t))
@@ -176,7 +179,7 @@ def _reorder_blocks(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
 
 
 def guess_rounded_numbers(value: Tensor, truth: Tensor, name: str = "") -> list[Cause]:
-    """Whether all numbers of a wrong tensor, unlike the truth's, are ones of a shorter dtype, near the right ones."""
+    """Whether all numbers of a wrong tensor, unlike the truth's, fit a shorter dtype and are near the right ones."""
     for short in (torch.float32, torch.bfloat16, torch.float16):
         fact = state_fact("rounded", dtype=str(short).removeprefix("torch."))
         if causes := claim_cause("shorter_dtype", fact, Rounded(value=value, truth=truth, short=short, names=(name,))):

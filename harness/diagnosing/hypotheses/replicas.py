@@ -1,6 +1,6 @@
-"""Replicas that differ between ranks which must hold the same: terms of a sum or of a mean that was never taken.
+"""Replicas that differ although ranks must hold the same: terms of a sum or mean that was never taken.
 
-Else some are not finite, or all are right but for their last bits.
+Otherwise some of them are not finite, or all are right except for their last bits.
 """
 
 import itertools
@@ -29,11 +29,11 @@ from shardproof.harness.verdicts.facts import state_fact
 LITTLE = 1e-9
 """A tensor below this share of the largest of its kind is rounding, and shows no cause."""
 _NEAR = 1e-6
-"""Share of a few numbers within which their sum or mean is the truth; more numbers show it within their rounding."""
+"""The sum or mean of a few numbers is the truth within this share; that of more numbers within their rounding."""
 
 
 def from_replicas(failure: Failure) -> list[Cause]:
-    """The causes of the first torn tensor whose truth is more than rounding beside the others of its kind."""
+    """The causes of the first torn tensor whose truth is not mere rounding beside others of its kind."""
     evidence = failure.evidence
     axes = {axis: evidence.claims.axes[axis] for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes}
     torn = [name for name in failure.alike if name not in evidence.run.tensors] if failure.torn else []
@@ -48,9 +48,10 @@ def from_replicas(failure: Failure) -> list[Cause]:
 
 
 def never_reduced(blocks: Mapping[int, Sequence[Block]], truth: Tensor, axes: Axes, name: str = "") -> list[Cause]:
-    """Whether, in every group of an axis, what its ranks hold of an element adds up to the truth of it.
+    """Whether, in every group of an axis, the ranks' values of an element add up to its truth, or have it as their
+    mean.
 
-    Or whether its mean is the truth. The axes are tried one by one, then all ranks together.
+    The axes are tried one by one, then all ranks together.
     """
     for axis, lists in {**axes, "all ranks": (tuple(blocks),)}.items():
         groups = [members for ranks in lists if (members := [rank for rank in ranks if rank in blocks])]
@@ -77,7 +78,9 @@ def never_reduced(blocks: Mapping[int, Sequence[Block]], truth: Tensor, axes: Ax
 
 
 def _beside_sums(ranks: Sequence[Sequence[Block]], truth: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of each block of these ranks: values, truth, the sum of all ranks' values, and how many hold the element."""
+    """For each block of these ranks: its values, its truth, the sum of all ranks' values, and how many ranks hold the
+    element.
+    """
     total = torch.zeros(truth.shape, dtype=torch.float64)
     count = torch.zeros_like(total)
     for block in itertools.chain(*ranks):
@@ -89,14 +92,14 @@ def _beside_sums(ranks: Sequence[Sequence[Block]], truth: Tensor) -> Iterator[tu
 
 
 def _not_finite(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
-    """Whether replicas differ because some of them hold what is no number."""
+    """Whether replicas differ because some of them are not finite."""
     bad = {rank: block.local for rank, of in blocks.items() for block in of if not bool(block.local.isfinite().all())}
     proofs = (NotFinite(value=local, truth=truth, names=(name,)) for local in bad.values())
     return claim_cause("nan", state_fact("not_finite_on", ranks=[*bad]), *proofs)
 
 
 def _guess_drift(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
-    """Whether replicas that differ all are right but for their last bits."""
+    """Whether all differing replicas are right except for their last bits."""
     parts = [(block.local, block.part_of(truth)) for of in blocks.values() for block in of if block.local.numel()]
     size = float(truth.double().abs().max()) if truth.numel() else 0.0
     near = (Near(value=local, truth=true, size=size, names=(name,)) for local, true in parts)

@@ -1,4 +1,4 @@
-"""Causes that a check or a run states by itself, whatever a tensor looks like."""
+"""Causes that a check or a run states by itself, whatever the tensors look like."""
 
 from collections.abc import Collection, Mapping
 
@@ -20,18 +20,19 @@ _STATED: Mapping[str, tuple[str, str]] = {
 }
 """Checks that are a cause by themselves: check -> ids of the cause and of its fact."""
 _USUAL: Mapping[str, str] = {"overlap": "no_product", "recording": "watched_differs"}
-"""Checks that state a cause where nothing else explains them: check -> id of its fact."""
+"""Checks that state a cause if nothing else explains them: check -> id of its fact."""
 
 
 def first_stated(failure: Failure) -> str:
-    """The first check that fails and is a cause by itself, "" where none does."""
+    """The first failed check that is a cause by itself; "" if there is none."""
     return next(iter(_select_failed_checks(failure, _STATED)), "")
 
 
 def of_checks(failure: Failure) -> list[Cause]:
-    """The cause of the first failed check that is one by itself; of a layout, a part that stands for the whole.
+    """The cause of the first failed check that is one by itself. For a layout, this is a part that stands for the
+    whole.
 
-    A check that names tensors states nothing of one that is wrong before them.
+    A check that names tensors states no cause if another tensor is wrong before them.
     """
     failed = [check for check in _select_failed_checks(failure, _STATED) if _comes_first(failure, check)]
     part = _part_as_whole(failure) if "merge" in failed else []
@@ -46,7 +47,7 @@ def _comes_first(failure: Failure, check: str) -> bool:
 
 
 def _part_as_whole(failure: Failure) -> list[Cause]:
-    """Whether the first name whose shape is not the truth's was returned as if one rank's part were all of it."""
+    """Whether the first tensor of a wrong shape was returned as if one rank's part were the whole."""
     evidence = failure.evidence
     flawed = {flaw.name for flaw in evidence.run.merged.flaws if flaw.kind == "shape"}
     name = next((name for name in failure.wrong if name in flawed and name in evidence.truth.tensors), "")
@@ -61,38 +62,38 @@ def _part_as_whole(failure: Failure) -> list[Cause]:
 
 
 def guess_usual_causes(failure: Failure) -> list[Cause]:
-    """The statement of the first failed check of these; of overlap, where no number is wrong either."""
+    """The statement of the first failed check among these; that of overlap only if no number is wrong."""
     failed = [check for check in _select_failed_checks(failure, _USUAL) if check != "overlap" or not failure.numbers]
     return [report_cause("stated", state_fact(_USUAL[check]), failure.findings[check]) for check in failed[:1]]
 
 
 def _select_failed_checks(failure: Failure, checks: Collection[str]) -> list[str]:
-    """These checks, as far as they fail."""
+    """Those of these checks that fail."""
     return [check for check in checks if check in failure.findings and failure.findings[check].verdict == FAIL]
 
 
 def rounded_on_ranks(failure: Failure) -> list[Cause]:
-    """Rounding to a lower precision that does not happen on one rank."""
+    """Rounding to a lower precision that one rank alone does not do."""
     lower = failure.evidence.search.low_precision_op
     fact = state_fact("rounded_on_ranks", lower=lower, dtype=failure.evidence.run.case.dtype)
     return [report_cause("shorter_dtype", fact, lower)] if lower else []
 
 
 def taken_where_skipped(failure: Failure) -> list[Cause]:
-    """States that the optimizer made in a step that the truth skips, where they come before any wrong number."""
+    """States that the optimizer made in a step that the truth skips, if they come before any wrong number."""
     evidence, first = failure.evidence, next(iter(failure.wrong), "")
     made = never_made(evidence.truth.tensors, evidence.run.returned)
     return [report_cause("stated", state_fact("step_taken", step=step_of(first)), made)] if first in made else []
 
 
 def guess_wrong_beginnings(failure: Failure) -> list[Cause]:
-    """Samples, or initial values, of the ranks that are others than those of the truth, or of each other."""
+    """Samples, or initial values, of the ranks that differ from the truth's or from each other."""
     samples, start = failure.evidence.search.other_samples, failure.evidence.search.other_start
     known = [("other_samples", samples), ("other_start", start)]
     return [report_cause(id, fact, fact) for id, fact in known if fact][:1]
 
 
 def guess_drawn_numbers(failure: Failure) -> list[Cause]:
-    """Numbers that the ranks draw and the dense model does not."""
+    """Numbers that only the ranks draw, not the dense model."""
     drawn = failure.evidence.search.drawn
     return [report_cause("other_numbers", drawn, drawn)] if drawn else []

@@ -1,7 +1,7 @@
-"""Sums gone wrong: gradients, losses and counts of tokens that count micro-batches or data ranks otherwise.
+"""Wrong sums: gradients, losses and counts of tokens in which micro-batches or data ranks have wrong weights.
 
 A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`). Weights of
-1 everywhere are right; others show the mistake. Tested on numbers: a fit that leaves an error shows nothing.
+1 everywhere are right; others show the mistake. A fit that leaves an error shows nothing.
 """
 
 import math
@@ -20,17 +20,17 @@ from shardproof.harness.mesh_axes import place_of_rank
 from shardproof.harness.verdicts.facts import state_fact
 
 CLOSE = 1e-3
-"""Weights are taken for equal within this share of themselves, losses within its square."""
+"""Weights are equal within this share of themselves, losses within its square."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
 MOST = 4096
-"""Elements of one tensor that a fit looks at."""
+"""The number of elements of one tensor that a fit uses."""
 _FOR_EACH = 8
-"""Fewest elements for each weight that is fitted, so that none fits by chance."""
+"""The least number of elements for each fitted weight, so that none fits by chance."""
 
 
 def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> list[Cause]:
-    """Which micro-batches or data ranks the wrong gradients count otherwise.
+    """Which micro-batches or data ranks the wrong gradients weigh wrongly.
 
     `before`: a wrong gradient of an activation that comes before them, and may be explained too.
     """
@@ -53,7 +53,7 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
 
 
 def _of_activation(evidence: Evidence, weights: Tensor, name: str) -> list[Explained]:
-    """The gradient of an activation, which is that of one micro-batch of every data rank, by these weights."""
+    """The gradient of an activation that these weights explain; it is that of one micro-batch of every data rank."""
     value, true = evidence.run.tensors.get(name), evidence.truth.tensors.get(name)
     step, micro = evidence.search.observed
     if value is None or true is None or kind_of(name) != "act_grad" or not true.dim():
@@ -67,7 +67,7 @@ def _of_activation(evidence: Evidence, weights: Tensor, name: str) -> list[Expla
 
 
 def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """Whether every element that is wrong in these gradients is one data rank's own sum."""
+    """Whether every wrong element of these gradients is one data rank's own sum."""
     parts = []
     for name in names:
         x, t = evidence.run.tensors[name].double(), evidence.truth.tensors[name].double()
@@ -79,7 +79,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
-    """Causes of gradients that differ between ranks: every rank's own is fitted."""
+    """Causes of gradients that differ between ranks; each rank's own gradient is fitted."""
     weights: dict[int, Tensor] = {}
     fits = []
     for rank in range(len(evidence.run.outcomes)):
@@ -109,9 +109,9 @@ Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
 
 
 def _fit_weights(truth: Truth, search: Search, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
-    """Weights [dp, micro] whose weighted sum of the shares is these values, and the proof; None when none fit.
+    """Weights [dp, micro] for which the sum of the shares is these values, and the proof; None when none fit.
 
-    Equal weights win; where shares hang together, other weights would be some of many.
+    Equal weights are preferred: if shares are linearly dependent, other weights would be some of many.
     """
     grid = search.shares["tokens"].shape
     rows, values, truths = [], [], []
@@ -141,7 +141,7 @@ def _are_alike(values: Tensor, near: float = CLOSE) -> bool:
 
 
 def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]:
-    """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
+    """Causes of weights [dp, micro] other than 1; empty when all are alike, since that is a factor."""
     if _are_alike(weights.flatten()):
         return []
     missing = weights.abs() < CLOSE
@@ -167,16 +167,17 @@ def _by_own_tokens(weights: Tensor, tokens: Tensor) -> bool:
 
 
 def _guess_sums(failure: Failure) -> list[Cause]:
-    """Causes in the sums of the wrong gradients; of all of them first, where ranks disagree on the first wrong one."""
+    """Causes in the sums of the wrong gradients; if ranks disagree on the first wrong one, in all sums first."""
     evidence, wrong = failure.evidence, failure.of_kind("grad")
     every = [name for name in evidence.truth.tensors if kind_of(name) == "grad"] if failure.torn else []
     return from_shares(evidence, every) or from_shares(evidence, wrong, failure.first)
 
 
 def from_own_gradients(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """The axis whose ranks' gradients, as backward leaves them, count alike where the truth weighs them otherwise.
+    """The axis over which gradients, as backward leaves them, get equal weights though the truth weighs them
+    differently.
 
-    The weights are the same in all gradients that are a mean of ranks, and account for the truth of all of these.
+    The weights are the same in all gradients that are a mean of ranks, and they explain the truth of all of these.
     """
     names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.run.tensors]
     for axis, lists in evidence.claims.axes.items():
@@ -202,9 +203,9 @@ def from_own_gradients(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 def _mean_of_ranks(
     evidence: Evidence, name: str, lists: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A gradient that is a mean of what the ranks of an axis have: its values, the truth's, and each rank's own.
+    """A gradient that is a mean over the ranks of an axis: its values, the truth's, and each rank's own.
 
-    None where it is no mean of what is known as theirs: parameters that begin alike are taken for each other.
+    None if it is no mean of what is known as theirs: parameters that begin alike are taken for each other.
     """
     parts = [found for ranks in lists if (found := _own_parts(evidence, name, ranks))]
     if len(parts) < len(lists):
@@ -216,9 +217,9 @@ def _mean_of_ranks(
 
 
 def _own_parts(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Of the part of a gradient that these ranks hold: its values, the truth's, and each rank's own before any sum.
+    """For the part of a gradient that these ranks hold: its values, the truth's, and each rank's own before any sum.
 
-    None where they hold different parts, or where nothing is known of one of them.
+    None if they hold different parts, or if nothing is known of one of them.
     """
     given, parameter = evidence.search.before_sums, name.removeprefix("grad/")
     held = [part for rank in ranks if rank < len(given) and (part := given[rank].get(parameter)) is not None]

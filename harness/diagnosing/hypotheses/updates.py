@@ -1,10 +1,10 @@
-"""Steps of an optimizer gone wrong: not taken, of old or scaled gradients, or made of another sum of its tensors.
+"""Wrong steps of an optimizer: not taken, with old or scaled gradients, or made of another sum of its tensors.
 
-All wrong states of the first wrong step are looked at together. Where moments are wrong, nothing is said of the updates
-made of them. A wrong moment or update is fitted by the right one and another tensor: the moment before, the parameters,
-or the update before. With gradients times f a moment is f times the right one and b (1 - f) times the one before. Here
-b is the share that it keeps. The mean of squares has f squared. Elements that Adam may have made of rounding
-(`Evidence.slack`) are left out. Source: Kingma & Ba 2015; Loshchilov & Hutter 2019.
+All wrong states of the first wrong step are examined together. If moments are wrong, nothing is said of the updates
+made from them. A wrong moment or update is fitted by the right one and another tensor: the moment before, the
+parameters, or the update before. With gradients times f, a moment is f times the right one and b (1 - f) times the one
+before, where b is the share that it keeps; the mean of squares has f squared. Elements that Adam may have made from
+rounding (`Evidence.slack`) are left out. Source: Kingma & Ba 2015; Loshchilov & Hutter 2019.
 """
 
 import math
@@ -25,13 +25,13 @@ from shardproof.harness.diagnosing.hypotheses.factors import meaning_of
 from shardproof.harness.verdicts.facts import state_fact
 
 NEAR = 1e-4
-"""Weights of a fit are equal within this, and a fit leaves less than this share of what is wrong."""
+"""The weights of a fit are equal within this, and a fit leaves less than this share of the error."""
 LEFT = 1e-2
-"""Share of what is wrong in a step that its cause may leave of it."""
+"""The share of a step's error that its cause may leave."""
 LOOSE = 1e-6
-"""Share of its own movement that Adam may have made of rounding in an element that is still looked at."""
+"""Elements are left out if Adam may have made more than this share of their movement from rounding."""
 _OF_NORM = 1e-3
-"""A factor is that of a norm within this share: clipping adds a small number to the norm."""
+"""A factor is that of a norm within this share, since clipping adds a small number to the norm."""
 _MOMENTS = {"exp_avg": "mean of gradients", "exp_avg_sq": "mean of squared gradients"}
 
 
@@ -39,8 +39,8 @@ _MOMENTS = {"exp_avg": "mean of gradients", "exp_avg_sq": "mean of squared gradi
 class Moved:
     """All wrong tensors of a kind after one step, flat and end to end in float64.
 
-    `states` are their names, `before` the values before the step. `beside`: other tensors of the same elements, where
-    all are known. They are the parameters before this step ("parameter"), and their last movement ("last").
+    `states` are their names, `before` the values before the step. `beside` has other tensors of the same elements, if
+    all are known: the parameters before this step ("parameter"), and their last movement ("last").
     """
 
     states: tuple[str, ...]
@@ -61,7 +61,9 @@ class Moved:
 
 
 def of_kind(run: RecordedRun, wrong: Sequence[str], kind: str, step: int) -> Iterator[tuple[str, str]]:
-    """(name, parameter) of the wrong states of a kind after this step; the last one's parameters are `param/`."""
+    """(name, parameter) of the wrong states of a kind after this step; after the last step parameters are named
+    `param/`.
+    """
     for name in wrong:
         if name.startswith(f"{kind}_after/{step}/"):
             yield name, name.split("/", 2)[2]
@@ -78,7 +80,7 @@ def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Ten
 
 
 def find_moved_states(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Moved | None:
-    """The wrong states of a kind after this step; None when there are none whose state before is known."""
+    """The wrong states of a kind after this step; None if there is none with a known state before it."""
     rows: list[dict[str, Tensor | None]] = []
     states = []
     for name, parameter in of_kind(evidence.run, wrong, kind, step):
@@ -102,7 +104,7 @@ def find_moved_states(evidence: Evidence, wrong: Sequence[str], kind: str, step:
 
 
 def find_multiple(value: Tensor, truth: Tensor) -> float | None:
-    """The number that `truth` is multiplied by in `value`; None when no number explains it."""
+    """The number by which `truth` is multiplied in `value`; None when no number explains it."""
     power = float(truth @ truth)
     factor = float(value @ truth) / power if power else 0.0
     error = min(float(value.norm()), float((value - truth).norm()))
@@ -124,7 +126,7 @@ def fit_linear(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, floa
 
 
 def _first_wrong_step(failure: Failure) -> int:
-    """The first step with a wrong state or norm, the last one for parameters."""
+    """The first step with a wrong state or norm; for parameters, the last one."""
     if failure.kind != LATER and kind_of(failure.first) == "param":
         return failure.evidence.run.case.steps - 1
     return max(step_of(failure.first), 0)
@@ -135,7 +137,7 @@ def _find_wrong_states(failure: Failure, kind: str) -> Moved | None:
 
 
 def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> float | None:
-    """The number that the gradients inside both moments are multiplied by; None when none explains them."""
+    """The number by which the gradients inside both moments are multiplied; None when none explains them."""
     moments = [find_moved_states(evidence, wrong, kind, step) for kind in _MOMENTS]
     fits = [fit_linear(one.value, one.truth, one.before) if one else None for one in moments]
     if moments[0] is None or fits[0] is None:
@@ -149,7 +151,9 @@ def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> floa
 
 
 def _guess_moments(failure: Failure) -> list[Cause]:
-    """Moments of gradients times one number, or that are another sum of the right ones and of what was before."""
+    """Causes of wrong moments: gradients times one number, or another sum of the right moments and
+    of earlier tensors.
+    """
     step, evidence, wrong = _first_wrong_step(failure), failure.evidence, failure.numbers
     states = {kind: state for kind in _MOMENTS if (state := _find_wrong_states(failure, kind))}
     proofs, moments = list[Explained](), list[tuple[str, float, float]]()
@@ -157,7 +161,8 @@ def _guess_moments(failure: Failure) -> list[Cause]:
         now = state.beside.get("parameter")
         fit = fit_linear(state.value, state.truth, state.before)
         share = None if fit or now is None or kind != "exp_avg" else find_multiple(state.value - state.truth, now)
-        if share is not None and now is not None:  # of squared gradients that hold parameters nothing is linear
+        # Only for the mean of gradients: squares of gradients that include parameters are not linear in them.
+        if share is not None and now is not None:
             proof = _explain_state(state, state.value, state.truth, state.truth + share * now)
             holds = state_fact("moment_with_parameters", step=step, moment=_MOMENTS[kind], share=share)
             return claim_cause("optimizer_state", holds, proof)
@@ -183,7 +188,7 @@ def _explain_state(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fi
 
 
 def _guess_updates(failure: Failure) -> list[Cause]:
-    """Updates times one number, or with a share of the parameters or of the updates before."""
+    """Causes of wrong updates: times one number, or with a share of the parameters or of the updates before."""
     step, state = _first_wrong_step(failure), _find_wrong_states(failure, "param")
     if state is None or any(_find_wrong_states(failure, kind) for kind in _MOMENTS):
         return []
@@ -204,13 +209,13 @@ def _guess_updates(failure: Failure) -> list[Cause]:
 
 
 def _right_norm(failure: Failure) -> bool:
-    """Whether the norm of the step's gradients was returned, and is right: they hold none of another step."""
+    """Whether the norm of the step's gradients was returned and is right: then they include none of another step."""
     norm = f"grad_norm/{_first_wrong_step(failure)}"
     return norm in failure.evidence.run.tensors and norm not in failure.wrong
 
 
 def _follows_from_norm(failure: Failure, factor: float) -> bool:
-    """Whether gradients are clipped to this share of themselves because their norm is wrong by as much."""
+    """Whether gradients are clipped to this share of themselves because their norm is wrong by the same factor."""
     name = f"grad_norm/{_first_wrong_step(failure)}"
     value, true = failure.evidence.run.tensors.get(name), failure.evidence.truth.tensors.get(name)
     if value is None or true is None or name not in failure.wrong:
@@ -219,7 +224,7 @@ def _follows_from_norm(failure: Failure, factor: float) -> bool:
 
 
 def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
-    """The factor on what the first step moves these parameters by, in another case."""
+    """The factor on the movement of these parameters in the first step of another case."""
     state = find_moved_states(other, [f"param/{name}" for name in names], "param", 0)
     if state is None:
         return None
@@ -228,7 +233,9 @@ def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
 
 
 def _not_taken(failure: Failure) -> list[Cause]:
-    """Wrong parameters, or values, that stay where they were before the step or before the first one, all or some."""
+    """Wrong parameters, or some of their values, that keep their value from before the step, or
+    before the first one.
+    """
     evidence, step = failure.evidence, _first_wrong_step(failure)
     kind = "value" if kind_of(failure.first) == "value_after" else "param"
     names = list(of_kind(evidence.run, failure.numbers, kind, step))
@@ -253,7 +260,7 @@ def _not_taken(failure: Failure) -> list[Cause]:
 
 
 def _still_on_ranks(run: RecordedRun, truth: Truth, befores: Mapping[str, Tensor], step: int) -> list[Cause]:
-    """Ranks on which every wrong parameter stays where it was, and nothing else is wrong anywhere."""
+    """Ranks on which every wrong parameter stays where it was, if nothing else is wrong anywhere."""
     stays, moves = dict[int, Explained](), set[int]()
     for name, before in befores.items():
         full = truth.tensors[name].double()
@@ -273,9 +280,9 @@ def _still_on_ranks(run: RecordedRun, truth: Truth, befores: Mapping[str, Tensor
 
 
 def _not_zeroed(failure: Failure) -> list[Cause]:
-    """A later step that holds the first one's gradient too, in its moments or else in its parameters.
+    """A later step that still includes the first one's gradient, in its moments or otherwise in its parameters.
 
-    Which factor each parameter's has depends on what sums over ranks it went through again.
+    The factor of each parameter depends on the sums over ranks that the old gradient went through again.
     """
     evidence = failure.evidence
     step = _first_wrong_step(failure) if failure.kind != LATER else evidence.run.case.steps - 1

@@ -1,13 +1,12 @@
-"""Whether the local tensors of all ranks are the truth's tensor under some layout, when none is declared.
+"""Whether the local tensors of all ranks are the truth's tensor under some layout, if none is declared.
 
-Tried are all layouts that the shapes allow. Every axis of the case holds the tensor whole, cuts it along a dim in rank
-order (uneven parts too), or leaves partial sums. An axis may also cut the sequence in zigzag (rank i of p holds the
-pieces i and 2p-1-i). Several axes may cut, also the same dim; calls of several micro-batches are rows like those of
-other ranks. Sequence and batch may change places, and heads or rows may be flattened. Partial sums must differ between
-ranks: equal ones are no parts but a wrong factor. A tensor whose elements are all equal shows nothing.
+All layouts that the shapes allow are tried. Along every mesh axis the tensor may be replicated, sharded along a dim in
+rank order (also unevenly), sharded in zigzag along the sequence (rank i of p holds the pieces i and 2p-1-i), or a
+partial sum. Several axes may shard it, also along the same dim. The calls of several micro-batches are rows, as those
+of several ranks are. Sequence and batch may be transposed, and heads or rows may be flattened. Partial sums must differ
+between ranks, since equal ones are replicas with a wrong factor. A tensor whose elements are all equal shows nothing.
 
-Which layout is meant is unknown, so agreement is no verdict: a wrong tensor may agree under a layout that was not
-meant.
+Which layout is meant is unknown. So agreement is no verdict: a wrong tensor may agree under a layout that is not meant.
 """
 
 import itertools
@@ -38,7 +37,7 @@ _SAME = 1e-6
 
 Parts = dict[Coordinate, Tensor]
 Factors = Mapping[tuple[int, int], float]
-"""(rank, call) -> by what its gradients are to be divided."""
+"""(rank, call) -> the factor by which its gradients are too large."""
 Basis = Mapping[str, Mapping[int, int]]
 """Axis -> rank -> its coordinate, such that every rank has a place of its own."""
 
@@ -53,7 +52,7 @@ class TrueTensor:
     kind: float = 0.0
 
     def shows(self) -> bool:
-        """Whether its elements are numbers, and not all the same one."""
+        """Whether its elements are finite and not all equal."""
         numbers = [call for call in self.calls if call.numel()]
         one = numbers[0].flatten()[0] if numbers else None
         return one is not None and bool(torch.isfinite(one)) and any(bool((call != one).any()) for call in numbers)
@@ -64,7 +63,7 @@ class TrueTensor:
         return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
     def join_calls(self, dim: int) -> "TrueTensor | None":
-        """All calls as one, along this dim; None where a call has no such dim, or another size in one of the others."""
+        """All calls, concatenated along this dim; None if their shapes do not allow that."""
         if any(call.dim() <= dim for call in self.calls) or len({_shape_without(call, dim) for call in self.calls}) > 1:
             return None
         shapes = [call.shape for call in self.calls]
@@ -72,7 +71,7 @@ class TrueTensor:
         return TrueTensor(calls=(torch.cat(self.calls, dim),), dtype=self.dtype, controls=controls, kind=self.kind)
 
     def plus(self, times: int, other: "TrueTensor") -> "TrueTensor | None":
-        """The sum of this tensor and so many times another one; None where their shapes differ."""
+        """This tensor plus `times` the other one; None if their shapes differ."""
         if [call.shape for call in self.calls] != [call.shape for call in other.calls]:
             return None
         runs = [
@@ -82,7 +81,7 @@ class TrueTensor:
         return TrueTensor(calls=runs[0], controls=tuple(runs[1:]), dtype=self.dtype, kind=self.kind)
 
     def near(self, value: Tensor) -> bool:
-        """Whether a tensor is the only call, within the limits of the checks."""
+        """Whether a tensor equals the only call, within the limits of the checks."""
         (truth,) = self.calls
         controls = [run[0] for run in self.controls if run[0].shape == truth.shape]
         return measure("", value, truth, dtype=self.dtype, controls=controls, kind=self.kind).right
@@ -95,10 +94,10 @@ def _shape_without(tensor: Tensor, dim: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How the ranks' tensors are the truth's: `layout` in words, `summed` the axis of partial sums, "" without.
+    """The layout under which the ranks' tensors are the truth's, in words; `summed` is the axis of partial sums or "".
 
-    `factors`: by what the gradients of each rank and call are too large, when that was to be found out. `shown`: of a
-    tensor that differs, what it is under each layout without partial sums, beside the truth's.
+    `factors` are found on request (`scaled`). `shown`: for a tensor that differs, the tensor under each layout without
+    partial sums, and the truth's.
     """
 
     state: str
@@ -118,7 +117,7 @@ def fit_parts(
 ) -> Fit:
     """Whether these tensors (rank -> one for each call) are the target under some layout.
 
-    With `scaled` every rank and call may have a factor of its own. By `factors`, found before, they are divided first.
+    With `scaled` every rank and call may have a factor of its own. By `factors` they are divided first.
     """
     if not target.shows() or not parts or len({len(calls) for calls in parts.values()}) != 1:
         return Fit(state=UNKNOWN)
@@ -145,7 +144,7 @@ def fit_parts(
 
 
 def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: Basis, scaled: bool) -> Fit:
-    """Fit for ranks that have coordinates on these axes."""
+    """The fit of ranks by their coordinates on these axes."""
     names, state, shown = (*basis, CALLS), UNKNOWN, list[tuple[Tensor, Tensor]]()
     places = {
         (*(basis[axis][rank] for axis in basis), number): (rank, number)
@@ -161,7 +160,7 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
         for view in _views_of_local(next(iter(given.values()))[0], target.calls[0]):
             try:
                 parts = {place: view(given[rank][number]) for place, (rank, number) in places.items()}
-            except (RuntimeError, IndexError):  # the first dim of a part cannot be unflattened, or it has fewer dims
+            except (RuntimeError, IndexError):  # a part whose shape does not allow this view
                 continue
             shapes = {place: tuple(part.shape) for place, part in parts.items()}
             for plan in list_plans(names, len(wanted), rows):
@@ -180,7 +179,7 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
 
 
 def _list_bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
-    """Every set of axes on which each of these ranks has a place of its own."""
+    """Every set of axes on which no two of these ranks have the same coordinates."""
     places: dict[str, dict[int, int]] = {}
     seen: list[list[list[int]]] = []
     for axis, lists in axes.items():
@@ -202,7 +201,7 @@ def _list_bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
 
 
 def _views_of_local(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
-    """How a local tensor may be looked at so that it has the dims of the truth."""
+    """The views of a local tensor that have as many dims as the truth."""
     dims = truth.dim()
     if local.dim() > dims > 0:
         yield lambda part: part.flatten(dims - 1)
@@ -219,7 +218,7 @@ def _views_of_local(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor],
 
 
 def _pair_with_truth(parts: Parts, plan: Plan, truth: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The one tensor that these parts make up and the truth; nothing when ranks that should hold the same do not."""
+    """The tensor that these parts make up, and the truth; empty if replicas of it differ."""
     first, *others = join_parts(parts, plan).values()
     return [(first, truth)] if first.shape == truth.shape and all(torch.equal(first, other) for other in others) else []
 
@@ -249,12 +248,12 @@ def _find_agreement(parts: Parts, plan: Plan, target: TrueTensor, scaled: bool) 
 
 
 def _owner_of_place(place: Coordinate, plan: Plan) -> Coordinate:
-    """The coordinates of a part where only those axes count that cut."""
+    """The coordinates of a part, with 0 for every axis that does not shard."""
     return tuple(at if axis in plan.order else 0 for axis, at in enumerate(place))
 
 
 def _factors_of_parts(found: Parts, plan: Plan, target: TrueTensor) -> dict[Coordinate, float] | None:
-    """By what the parts at the first place of all axes that do not cut are larger than the truth's."""
+    """The factor by which each part is larger than the truth's, for the first of its replicas."""
     firsts = {place: part for place, part in found.items() if place == _owner_of_place(place, plan)}
     number = {place: index for index, place in enumerate(firsts)}
     ids = {place: torch.full_like(part, float(number[place]), dtype=torch.float64) for place, part in firsts.items()}
@@ -273,7 +272,7 @@ def _factors_of_parts(found: Parts, plan: Plan, target: TrueTensor) -> dict[Coor
 
 
 def _all_equal(parts: Sequence[Tensor]) -> bool:
-    """Whether all parts are the same numbers: then they are not parts of a sum."""
+    """Whether all parts are equal, so that they are no partial sums."""
     first = parts[0].double()
     size = float(first.abs().max()) if first.numel() else 0.0
     return all(bool(((part.double() - first).abs() <= _SAME * size).all()) for part in parts[1:])

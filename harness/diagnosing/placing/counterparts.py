@@ -1,4 +1,4 @@
-"""Which module of a subject is which of its truth, by the paths of both."""
+"""Which module of a subject corresponds to which of its truth, by the paths of both."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,9 @@ from shardproof.harness.recording.capturing.module_calls import TensorCopy
 
 
 def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
-    """Paths of the truth -> those of the ranks: equal ones, then those whose common end is the longest for both."""
+    """Paths of the truth -> those of the ranks: equal ones, then those that have the longest common
+    end on both sides.
+    """
     pairs = {path: path for path in theirs if path in set(mine)}
     left, right = [p for p in theirs if p not in pairs], [p for p in mine if p not in pairs]
     for path in left:
@@ -22,7 +24,7 @@ def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
 
 
 def _best_match(path: str, others: Sequence[str]) -> str:
-    """The one path with the longest common end, "" when there are several or none."""
+    """The only path with the longest common end, "" if there are several or none."""
     ends = {other: _common_end(path, other) for other in others}
     most = max(ends.values(), default=0)
     best = [other for other, length in ends.items() if length == most]
@@ -35,12 +37,12 @@ def _common_end(one: str, other: str) -> int:
 
 
 def as_plain_tensors(tensors: Sequence[TensorCopy]) -> list[Tensor]:
-    """The tensors of a program on one rank; none when one of them could not be read."""
+    """The tensors of a program on one rank; empty if one of them could not be read."""
     return [one.blocks[0].local for one in tensors] if all(len(one.blocks) == 1 for one in tensors) else []
 
 
 def as_declared(by_rank: Mapping[int, Sequence[TensorCopy]]) -> dict[int, list[Tensor]] | None:
-    """Every rank's tensors, a DTensor as the full one of its mesh; None when ranks do not hold what they declare."""
+    """Every rank's tensors, a DTensor as the full one of its mesh; None if ranks do not hold what they declare."""
     parts: dict[int, list[Tensor]] = {}
     for rank, calls in by_rank.items():
         parts[rank] = []
@@ -57,7 +59,7 @@ def as_declared(by_rank: Mapping[int, Sequence[TensorCopy]]) -> dict[int, list[T
 
 
 def stages_of_ranks(parts: Mapping[int, list[Tensor]], axes: Axes) -> list[dict[int, list[Tensor]]]:
-    """The ranks of each stage of a pipeline with their tensors; nothing where there is one stage."""
+    """The ranks of each stage of a pipeline with their tensors; empty if there is one stage."""
     lists, count = pipelines(axes), stage_count(axes)
     places = [{ranks[stage] for ranks in lists if len(ranks) == count} for stage in range(count)] if count > 1 else []
     return [{rank: calls for rank, calls in parts.items() if rank in ranks} for ranks in places]

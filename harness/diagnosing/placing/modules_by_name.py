@@ -1,13 +1,14 @@
 """The first module that computes something else than the truth, found without any declared layout.
 
-Modules of truth and ranks are matched by name: equal paths, then the unique longest common end ("model.layers.0.mlp" is
-"layers.0.mlp"). Modules without a counterpart are left out. A module agrees when its tensors are the truth's under some
-layout (`placing.alignments`). In forward the place is the first module whose output agrees under none. The module
-itself is the place where its input agrees, else the code of the module around it. In backward it is the user of the
-output of the last module whose gradient agrees under none. Partial sums that are not added up before the first wrong
-module are the place themselves. A module is left out when one around it agrees: nothing went wrong there.
+Modules of truth and ranks are matched by name: equal paths, then the only longest common end ("model.layers.0.mlp" is
+"layers.0.mlp"). Modules without a counterpart are left out. A module agrees if its tensors are the truth's under some
+layout (`placing.alignments`). In forward, the first module whose output agrees under no layout is found. If its input
+agrees it is the place, else the code of the module around it. In backward, the last module is found whose output has a
+gradient that agrees under no layout, and the place is the user of that output. Partial sums that are not added up
+before the first wrong module are the place themselves. A module is left out if one around it agrees, since nothing went
+wrong there.
 
-This is a place and never a verdict: it is looked for only where checks have failed.
+This is a place and never a verdict, since it is looked for only if checks have failed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -49,8 +50,8 @@ def _first_inputs(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The modules of all ranks and of the truth, by the same call of the case. `controls` are runs of the truth in the
-    case's dtype; `first_call` says that the truth's tensors are those of the first call alone.
+    """The modules of all ranks and of the truth, in the same call of the case. `controls` are runs of the truth in the
+    case's dtype; `first_call`: the truth's tensors are those of the first call alone.
     """
 
     ranks: Sequence[ModuleCalls]
@@ -63,13 +64,13 @@ class Watched:
 
 
 def locate_wrong_module(watched: Watched, *, forward: bool, backward: bool) -> Located | None:
-    """The first wrong module of forward when something of it is wrong, else of backward; None when all agree."""
+    """The first wrong module of forward if something in it is wrong, else of backward; None if all agree."""
     search = _Search(watched)
     return search.forward() if forward else search.backward() if backward else None
 
 
 class _Search:
-    """A search: what was compared is kept, because places are looked at from several sides."""
+    """A search. It remembers comparisons, because several places need the same ones."""
 
     def __init__(self, watched: Watched) -> None:
         self._of = watched
@@ -99,7 +100,7 @@ class _Search:
         if module != wrong:
             shown = given.shown
             words = f"what it gives to {self._names[wrong]} {_UNLIKE}"
-        if not module and wrong == self._order[0]:  # nothing was computed before: the data
+        if not module and wrong == self._order[0]:  # nothing was computed before it: the data
             module, words = wrong, f"what it is given {_UNLIKE}"
         return Located(phase="forward", module=self._own(module), words=words, shown=shown)
 
@@ -121,11 +122,11 @@ class _Search:
         return Located(phase="backward", module=module, words=words, shown=fits[wrong].shown)
 
     def _own(self, path: str) -> str:
-        """The path of the ranks' module."""
+        """The path of the module on the ranks."""
         return self._names.get(path, path)
 
     def _after(self, path: str, fits: Mapping[str, Fit], phase: str) -> Iterator[Fit]:
-        """Next tensors of a module's tensor: in forward the outputs of the modules around it, from inside out.
+        """The tensors that follow a module's tensor: in forward the outputs of the modules around it, inner ones first.
 
         In backward they are the gradients that leave it and them.
         """
@@ -139,7 +140,9 @@ class _Search:
                 yield fits[self._order[inside - 1]] if inside else _NO_FIT
 
     def _first_wrong(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str) -> str | None:
-        """First of these that differs. A module after which all is right again lies otherwise and is not wrong."""
+        """The first of these that differs. If all is right again after a module, it has another layout and is not
+        wrong.
+        """
         for path in order:
             if fits[path].state != DIFFERS or any(fit.state == AGREES for fit in self._after(path, fits, phase)):
                 continue
@@ -158,7 +161,7 @@ class _Search:
     def _left_in_parts(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str, wrong: str | None) -> list[str]:
         """The last modules in a row, before the first wrong one, that are partial sums and stay so.
 
-        Without a wrong one they must be the last of all; then the loss may add them up.
+        Without a wrong one they must be the last of all, whose sums the loss may take.
         """
         parts: list[str] = []
         for path in reversed(order[: order.index(wrong)] if wrong else order):
@@ -179,9 +182,9 @@ class _Search:
         return [] if added and not (wrong and self._stay_apart(parts, fits, wrong, phase)) else parts
 
     def _stay_apart(self, parts: Sequence[str], fits: Mapping[str, Fit], wrong: str, phase: str) -> bool:
-        """Whether the wrong tensor behind these partial sums holds each rank's own part, and what goes around them.
+        """Whether the wrong tensor after these partial sums has each rank's own part and a tensor that bypasses them.
 
-        Every rank has that whole, as the residual stream is, so that all ranks' sum has it as often as there are ranks.
+        Every rank has that tensor whole, as the residual stream is, so the sum over ranks has it once for each rank.
         """
         of, order = (_first_inputs, self._order) if phase == "forward" else (_GRADIENTS, [*reversed(self._order)])
         target, around = self._targets(of).get(wrong), self._targets(_OUTPUTS if phase == "forward" else _GRADIENTS)
@@ -194,7 +197,7 @@ class _Search:
         return any(fit.summed == fits[parts[-1]].summed for fit in found)
 
     def _outside(self, path: str) -> Iterator[str]:
-        """The modules around this one, from inside out, as far as they have a counterpart."""
+        """The modules around this one, inner ones first, as far as they have a counterpart."""
         while path := path.rpartition(".")[0]:
             if path in self._names:
                 yield path
@@ -203,11 +206,11 @@ class _Search:
         return next(self._outside(path), "")
 
     def _user(self, module: str) -> str:
-        """The module whose backward gives the gradient of what `module` returns.
+        """The module whose backward computes the gradient of the output of `module`.
 
-        A module inside another hands on to the next inside it, the last one to the code around them. Code between two
-        blocks (a residual sum), or between two linear maps, belongs to the module around both. A block that begins with
-        a norm uses its input beside that norm too.
+        That is the next module in the same parent, or else the next one at all. Code between two blocks (a residual
+        sum), or between two linear maps, belongs to their parent. A block that begins with a norm uses its input beside
+        that norm too.
         """
         order = list(self._of.truth.outputs)
         later = order[order.index(module) + 1 :]
@@ -229,9 +232,9 @@ class _Search:
         return next((out for out in self._outside(following) if self._around(out) == around), following)
 
     def _gradients(self, order: Sequence[str]) -> dict[str, Fit]:
-        """Fits of gradients.
+        """The fits of gradients.
 
-        The first that agrees up to a factor of every rank and call shows how the subject's loss is scaled. The scale is
+        The first that agrees up to a factor for every rank and call shows how the subject scales its loss. The scale is
         no fault of a module: a wrong loss is judged by itself.
         """
         targets, factors = self._targets(_GRADIENTS), self._factors
@@ -245,16 +248,16 @@ class _Search:
         return fits
 
     def _given_back(self, path: str) -> Fit:
-        """Whether the gradient of what a module was given agrees, all uses of that tensor together."""
+        """Whether the gradient of a module's input agrees, over all uses of that tensor."""
         target = self._targets(_INPUT_GRADIENTS).get(path)
         return self._fit(path, target, _INPUT_GRADIENTS, factors=self._factors) if target else _NO_FIT
 
     def _fit_inputs(self, path: str) -> Fit:
-        """Whether what a module is given agrees: DIFFERS when one of its inputs does not."""
+        """Whether the input of a module agrees: DIFFERS if one of its tensors does not."""
         own, state = self._names[path], UNKNOWN
         mine = [rank.inputs[own] for rank in self._of.ranks if own in rank.inputs]
         counts = {len(call) for calls in (self._of.truth.inputs.get(path, ()), *mine) for call in calls}
-        # With other arguments than the truth's only the first, the hidden states, is sure to be the same one.
+        # If its arguments are not those of the truth, only the first, the hidden states, is surely the same.
         for number in range(max(counts, default=0) if len(counts) == 1 else min(1, min(counts, default=0))):
 
             def of(calls: ModuleCalls, number: int = number) -> dict[str, list[TensorCopy]]:
@@ -270,7 +273,7 @@ class _Search:
         return Fit(state=state)
 
     def _targets(self, of: _Tensors) -> dict[str, TrueTensor]:
-        """Path of the truth -> its tensors, for modules all of whose calls could be read."""
+        """Path of the truth -> its tensors, for modules whose calls could all be read."""
         calls_of_all = (self._of.truth, *self._of.controls)
         runs = [{path: as_plain_tensors(tensors) for path, tensors in of(calls).items()} for calls in calls_of_all]
         truth = {path: calls for path, calls in runs[0].items() if calls}
@@ -301,7 +304,7 @@ class _Search:
             return Fit(state=DIFFERS)
         fitted = fit_parts(parts, target, axes, scaled=scaled, factors=factors)
         for stage in stages_of_ranks(parts, axes) if fitted.state == DIFFERS else ():
-            # Stages of a pipeline count their layers from 0 each: one of them is the truth's.
+            # Stages of a pipeline number their layers from 0: one of them has the truth's numbers.
             of_stage = fit_parts(stage, target, axes, scaled=scaled, factors=factors)
             fitted = of_stage if of_stage.state == AGREES else fitted
         return fitted

@@ -1,4 +1,4 @@
-"""Every way in which the tensors of several ranks may be parts of one, and how the parts are put together again.
+"""Every way in which the tensors of several ranks may be parts of one, and how to join the parts.
 
 A part has a place: its coordinates on the axes of a mesh, and the number of its call last.
 """
@@ -19,7 +19,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Work of every axis ("whole", "sum", "cut" or "zigzag", and the dim), and in which order the cuts are undone."""
+    """For each axis "whole", "sum", "cut" or "zigzag", and the dim; and the order in which cuts are undone."""
 
     acts: tuple[tuple[str, int], ...]
     order: tuple[int, ...]
@@ -41,7 +41,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def list_plans(names: tuple[str, ...], dims: int, rows: int | None) -> tuple[Plan, ...]:
-    """Every way in which these axes may lie, plain ones first; the calls always are rows along `rows`."""
+    """Every plan for these axes, plain ones first. Calls are always rows along the dim `rows`."""
     found: list[Plan] = []
     choices: list[list[tuple[str, int]]] = []
     for name in names:
@@ -64,35 +64,44 @@ def list_plans(names: tuple[str, ...], dims: int, rows: int | None) -> tuple[Pla
 
 
 def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: tuple[int, ...]) -> bool:
-    """Whether the parts make up this shape; along one dim that is cut the last part may end with padding."""
+    """Whether parts of these shapes make up this one. Along one sharded dim the last part may end with padding."""
     if {len(shape) for shape in shapes.values()} != {len(wanted)}:
         return False
-    left, last = dict(shapes), dict.fromkeys(range(len(wanted)), 0)
+    left = dict(shapes)
     for axis, (act, _) in enumerate(plan.acts):
         if act == "sum":
-            for group in group_along(left, axis):
-                if len({left[place] for place in group}) > 1:
-                    return False
+            if any(len({left[place] for place in group}) > 1 for group in group_along(left, axis)):
+                return False
             left = {place: shape for place, shape in left.items() if not place[axis]}
+    last = dict.fromkeys(range(len(wanted)), 0)  # dim -> size of the last part, which padding must not reach
     for axis in plan.order:
         act, dim = plan.acts[axis]
         joined = {}
         for group in group_along(left, axis):
-            if len({(*left[place][:dim], *left[place][dim + 1 :]) for place in group}) > 1:
+            parts = [left[place] for place in group]
+            if (shape := _join_shapes(parts, act, dim)) is None:
                 return False
-            lengths = [left[place][dim] for place in group]
-            if act == "zigzag" and (len(set(lengths)) > 1 or lengths[0] % 2 or len(group) < 2):
-                return False
-            first, last[dim] = left[group[0]], last[dim] or lengths[-1]
-            joined[group[0]] = (*first[:dim], sum(lengths), *first[dim + 1 :])
+            joined[group[0]], last[dim] = shape, last[dim] or parts[-1][dim]
         left = joined
-    for shape in left.values():
-        padding = [has - wants for has, wants in zip(shape, wanted, strict=True)]
-        if min(padding, default=0) < 0 or sum(map(bool, padding)) > 1:
-            return False
-        if any(more and more >= last[dim] for dim, more in enumerate(padding)):
-            return False
-    return True
+    return all(_is_padded(shape, wanted, last) for shape in left.values())
+
+
+def _join_shapes(parts: Sequence[tuple[int, ...]], act: str, dim: int) -> tuple[int, ...] | None:
+    """The shape of these parts joined along a dim; None if they differ in another one, or cannot be in zigzag."""
+    if len({(*part[:dim], *part[dim + 1 :]) for part in parts}) > 1:
+        return None
+    sizes = [part[dim] for part in parts]
+    if act == "zigzag" and (len(set(sizes)) > 1 or sizes[0] % 2 or len(parts) < 2):
+        return None
+    return (*parts[0][:dim], sum(sizes), *parts[0][dim + 1 :])
+
+
+def _is_padded(shape: tuple[int, ...], wanted: tuple[int, ...], last: Mapping[int, int]) -> bool:
+    """Whether a shape is the wanted one, or larger in one dim by less than the last part there."""
+    padding = [has - wants for has, wants in zip(shape, wanted, strict=True)]
+    if min(padding, default=0) < 0 or sum(map(bool, padding)) > 1:
+        return False
+    return not any(more and more >= last[dim] for dim, more in enumerate(padding))
 
 
 def join_parts(parts: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:

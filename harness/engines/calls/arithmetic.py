@@ -58,7 +58,7 @@ def perform(combine: Combine, members: Sequence[Operands], reduce_op: str, root:
     unseen: Any = below_autograd
     for member in members:
         if member.outputs and member.outputs[0].is_inference():
-            unseen = torch.inference_mode  # outside of it nobody may write tensors of inference mode
+            unseen = torch.inference_mode  # torch forbids to write tensors of inference mode outside of it
             break
     with unseen():
         if modes_are_on():

@@ -1,13 +1,12 @@
 """Where in the user's code a call or an exception came from: outside torch, the harness and Python's own library.
 
-`caller_at` is the innermost line. `issued_at`, for collectives, passes over functions that only communicate for others.
-These are the innermost file, when its function was handed a tensor by another file (`all_reduce(x, group)`). Then come
-files whose autograd Function runs in forward and is short (Megatron's `mappings.py`). The search ends at the forward of
-the module that runs, a Function's backward, a hook, or the program's start. So a file that communicates for itself is
-its own caller.
+`caller_at` is the innermost line. `issued_at`, for collectives, skips functions that only communicate for others: those
+of the innermost file if another file passed them a tensor (`all_reduce(x, group)`), then files whose short autograd
+Function runs in forward (Megatron's `mappings.py`). The search ends at the forward of the module that runs, a
+Function's backward, a hook, or the program's start. So a file that communicates for itself is its own caller.
 
-Called for every collective, so a look costs about a microsecond or two. Facts of a file, and whether a function is
-handed tensors, are remembered. Installed packages that use torch (Megatron-Core, transformers) are user code: their
+It is called for every collective, so a look takes one or two microseconds. Facts of a file, and whether a function
+receives tensors, are remembered. Installed packages that use torch (Megatron-Core, transformers) are user code: their
 line is what a reader needs.
 """
 
@@ -33,16 +32,16 @@ _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("pur
 _OURS = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     os.path.join(Path(__file__).parents[2], ""),  # the harness
-    typing_extensions.__file__,  # wraps the names that torch deprecates
+    typing_extensions.__file__,  # wraps deprecated names of torch
 )
 
 _HARNESS = _OURS[1]
 _COMPUTES = 600
-"""Most bytes of code in the forward of a Function that is a helper; a longer one computes something (a loss). The
-largest of those that only communicate have 500.
+"""The most bytes of code in the forward of a Function that is a helper; a longer one computes something (a loss). The
+largest that only communicate have 500.
 """
 _STARTS = {module.__file__, graph.__file__}  # call modules, and hooks of backward
-_HANDED: dict[tuple[str, int], bool] = {}  # (file, first line) of a function -> whether it was handed a tensor
+_HANDED: dict[tuple[str, int], bool] = {}  # (file, first line) of a function -> whether it received a tensor
 
 
 class Caller(NamedTuple):
@@ -61,7 +60,7 @@ class Caller(NamedTuple):
 
 
 def caller_at(frame: FrameType | None) -> Caller | None:
-    """The innermost user line at or above `frame`; None when there is none."""
+    """The innermost user line at or above `frame`; None if there is none."""
     while frame is not None:
         code = frame.f_code
         if is_user(code.co_filename):
@@ -71,10 +70,10 @@ def caller_at(frame: FrameType | None) -> Caller | None:
 
 
 def issued_at(frame: FrameType | None) -> Caller | None:
-    """The user line that a collective issued at or below `frame` is for, past helpers; None when there is none."""
+    """The user line for which a collective is issued at or below `frame`, past helpers; None if there is none."""
     line: Caller | None = None
     entry: FrameType | None = None  # the outermost frame so far of the file of `line`
-    helps = True  # that file may communicate for others: it is the innermost one, or its autograd Function runs
+    helps = True  # the file communicates for others if it is the innermost one, or its autograd Function runs
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
@@ -88,7 +87,7 @@ def issued_at(frame: FrameType | None) -> Caller | None:
         elif line is not None:
             if name in _STARTS or code is BACKWARD or name.startswith(_HARNESS):
                 return line
-            if name == function.__file__ and entry is not None:  # `entry` is a Function's forward
+            if name == function.__file__ and entry is not None:  # the function of `entry` is a Function's forward
                 if len(entry.f_code.co_code) > _COMPUTES:
                     return line
                 helps = True
@@ -121,18 +120,18 @@ def _is_handed_tensors(frame: FrameType) -> bool:
 
 
 def caller() -> str:
-    """The line of the user's code that is calling now, as "file:line"; "" when none is."""
+    """The line of the user's code that is calling now, as "file:line"; "" if there is none."""
     found = caller_at(sys._getframe(1))
     return found.place if found is not None else ""
 
 
 def caller_of(frame: FrameType | None) -> str:
-    """The innermost user line at or above `frame`, as "file:line in function"; "" when there is none."""
+    """The innermost user line at or above `frame`, as "file:line in function"; "" if there is none."""
     return str(caller_at(frame) or "")
 
 
 def place_raised(traceback: TracebackType | None) -> str:
-    """The innermost user line that an exception passed through, as "file:line in function"; "" when there is none."""
+    """The innermost user line that an exception passed through, as "file:line in function"; "" if there is none."""
     found = None
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -152,26 +151,27 @@ def is_user(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def shorten_path(filename: str) -> str:
-    """A file name as reports print it: relative when the file is below the working folder, else in full."""
+    """A file name as reports print it: relative if the file is below the working folder, else in full."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 
 
 def what_led_to(error: BaseException) -> str:
-    """A clause for the message of an exception that a rank raised, "" where nothing stands behind it.
+    """A clause for the message of an exception that a rank raised, on the exception that caused it; "" without one.
 
-    "; its cause is ValueError: 4 entries for 2 parameters, at buckets.py:7 in fill" where it was raised from others.
+    "; its cause is ValueError: 4 entries for 2 parameters, at buckets.py:7 in fill".
     """
     inner = _innermost(error)
     place = place_raised(inner.__traceback__)
-    told = inner is error or (not place and str(inner) in str(error))  # an outer one may repeat what it stands for
+    # An outer exception may repeat the text of its cause.
+    told = inner is error or (not place and str(inner) in str(error))
     cause = "" if told else f"; its cause is {error_text(inner)}" + (f", at {place}" if place else "")
     advice = install_text(inner)
     return cause + (f"; {advice}" if advice else "")
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first of the exceptions that led to this one, as Python prints them: those it hides are left out."""
+    """The first of the exceptions that led to this one, without those that Python hides when it prints them."""
     seen = {id(error)}
     while True:
         before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,14 +1,23 @@
-"""The matcher: the k-th call of a group must agree on all its ranks; who disagrees in which call, in one sentence.
+"""The matcher: the k-th call of a group must agree on all of its ranks. Names the ranks and the call that disagree.
 
-Threads and processes compare one call of all ranks, as they meet in it (`compare_calls`). Recorded runs, dry runs and
-the dumps of a hang know sequences of calls (`find_divergences`). A field of a call that a feeder cannot know is
-NOT_KNOWN, and no difference.
+Threads and processes compare one call of all ranks when these meet in it (`compare_calls`). Recorded runs, dry runs and
+dumps of a hang give sequences of calls (`find_divergences`). A field that the source of a call does not know is
+NOT_KNOWN, and differs from nothing.
 
-In sequences, calls are compared by the numbers that each group gives them. A rank parted where its call differs from
-that of most ranks under the same number. Where its later calls are those of the others one number further, it skipped
-that call. Where theirs are its own one number further, it issued one more. Else a rank whose last number is smaller
-than that of others never issued the next call. Of several such ranks those are named that do not wait in a call that
-still others lack. When all do, they wait for each other. The n-th send of a rank is the n-th receive of its peer.
+The calls of a sequence are numbered by group, and the sends to and receives from each peer of a group by themselves. At
+the first number at which ranks differ, the call of most ranks is the usual one, and another rank diverges:
+
+    skipped   the calls of the rank from this number on are the usual calls from the next number on
+    extra     the usual calls from this number on are the calls of the rank from the next number on
+    differs   neither
+    message   a rank's n-th send to a peer and the peer's n-th receive from it have other sizes
+
+If no calls differ, some ranks may have fewer calls than others, or none:
+
+    behind    the rank never issued a call in which other ranks of its group wait, and does not wait itself
+    cycle     every rank waits in a call that another one has not issued
+    gone      the rank left no calls, and others are in a call of a group that it belongs to
+
 Sources of the idea: torch.distributed.flight_recorder, MUST.
 """
 
@@ -37,9 +46,9 @@ _NOTHING, _NOT_KNOWN = "nothing", "not known"
 class GroupCall(NamedTuple):
     """A call of a rank in a group.
 
-    `place` is where it belongs (phase, module, step, micro-batch), which differs between ranks that skipped a call.
-    `order` counts the calls of the rank. `complete` and `size_bytes` (of the payload) are None where they are not
-    known. `members` are the signatures of the calls in a coalesced one. `batched`: a message was issued in a batch.
+    `place` is its phase, module, step and micro-batch, by which a skipped call is noticed if all signatures are equal.
+    `order` counts the calls of the rank. `complete` and `size_bytes` (of the payload) are None if they are not known.
+    `members` are the signatures of the calls in a coalesced one. `batched`: a message was issued in a batch.
     """
 
     signature: Signature
@@ -65,7 +74,7 @@ class GroupCall(NamedTuple):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """All in which ranks that issue the same calls in the same places agree."""
+        """Equal for two calls that have the same signature, members and size in the same place."""
         return self.signature, self.place, self.members, self.size_bytes
 
 
@@ -73,8 +82,8 @@ class GroupCall(NamedTuple):
 class RankCalls:
     """The known calls of a rank: `calls`: channel -> number -> call; `last`: channel -> number of its last call.
 
-    `ended`: "" while it ran, else how it ended; `lost`: it was killed, and left no calls. `counted`: the numbers of its
-    messages are those of the whole run. `whole`: these are all its calls, and no rank waits any more.
+    `ended`: "" while it ran, else how it ended. `lost`: it was killed and left no calls. `counted`: its messages are
+    numbered from the begin of the run. `whole`: these are all of its calls, and no rank waits any more.
     """
 
     rank: int
@@ -97,10 +106,10 @@ class RankCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Ranks that diverge, `how` (skipped, extra, differs, behind, gone, cycle, message), in which call of their group.
+    """Ranks that diverge, and `how` (see the module), in the call of this number.
 
-    `calls` are those that ranks issued as this `number`. `call` is that of most ranks, or the one that is lacking or in
-    excess; None where it is not known. `waiting` wait for it. `label` names the group where its name and ranks do not.
+    `call` is the usual call, or the one that is missing or extra; None if it is not known. `calls` are those of this
+    number by rank. `waiting` are ranks that wait for it. `label` names the group, in place of its axis and ranks.
     """
 
     how: str
@@ -146,13 +155,13 @@ class Divergence:
         listed = [f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items()]
         values = ", ".join([*listed[:_MOST], *([f"and {len(listed) - _MOST} values more"] if listed[_MOST:] else [])])
         text = f"{'' if name.startswith('member') else 'the '}{name.removesuffix('s').replace('_', ' ')} is {values}"
-        if not self.calls[odd].axis:  # the positions of the ranks tell it
+        if not self.calls[odd].axis:  # engines add the position of every rank themselves
             return text
         return f"{text}; rank {odd} issued {self.calls[odd].words}, rank {usual} {self.calls[usual].words}"
 
 
 def compare_calls(channel: Channel, number: int, calls: Mapping[int, GroupCall], label: str = "") -> Divergence | None:
-    """How ranks differ in one call of their group; None where all that is known agrees. A tie blames all of them."""
+    """How ranks differ in one call of their group; None if none do. If half or more differ, all of them diverge."""
     pair = _two_kinds(calls)
     if not pair:
         return None
@@ -163,10 +172,7 @@ def compare_calls(channel: Channel, number: int, calls: Mapping[int, GroupCall],
 
 
 def differing_field(one: GroupCall, other: GroupCall) -> str:
-    """The first in which two calls differ: a field of their signatures, "member 2", "payload"; "" where none is known.
-
-    All ranks of a group must agree in these.
-    """
+    """The first field that ranks must agree in and that differs: of the signature, "member 2", "payload"; or ""."""
     if name := first_difference(one.signature, other.signature):
         return name
     all_known = NOT_KNOWN not in (one.signature.op, other.signature.op)  # else further members may follow
@@ -177,7 +183,7 @@ def differing_field(one: GroupCall, other: GroupCall) -> str:
 
 
 def differing_size(one: GroupCall, other: GroupCall) -> bool:
-    """Whether two payloads are known to be of other sizes."""
+    """Whether two payloads are known to have different sizes."""
     return None not in (one.size_bytes, other.size_bytes) and one.size_bytes != other.size_bytes
 
 
@@ -200,15 +206,12 @@ def call_named(channel: Channel, number: int, call: GroupCall | None, label: str
 
 
 def _two_kinds(calls: Mapping[int, GroupCall]) -> tuple[int, ...]:
-    """A rank of those that issued the usual call, and one whose call differs from it; () where no two differ.
-
-    A call of which less is known may agree with two that differ.
-    """
+    """A rank with the usual call, and one with a call that differs from it; () if no two calls differ."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for rank, call in calls.items():
         kinds.setdefault((call.signature, call.members, call.size_bytes), []).append(rank)
     firsts = [ranks[0] for ranks in sorted(kinds.values(), key=len, reverse=True)] if len(kinds) > 1 else ()
-    pairs: Iterator[tuple[int, ...]] = (
+    pairs: Iterator[tuple[int, ...]] = (  # all of them: a call with unknown fields may agree with two that differ
         (usual, odd) for usual in firsts for odd in firsts if differing_field(calls[usual], calls[odd])
     )
     return next(pairs, ())
@@ -220,7 +223,7 @@ def _content_of(signature: Signature) -> str:
 
 
 def _value_of_call(name: str, call: GroupCall) -> str:
-    """The value in which a call differs from others."""
+    """The value of a field that `differing_field` named, in words."""
     if name == "payload":
         return f"{call.size_bytes} B" if call.size_bytes is not None else _NOT_KNOWN
     if name.startswith("member "):
@@ -230,11 +233,11 @@ def _value_of_call(name: str, call: GroupCall) -> str:
 
 
 _SHIFTED = 8
-"""Calls that must agree after a shift by one, as far as there are that many."""
+"""How many calls must agree after a shift by one, if there are that many."""
 
 
 def find_divergences(ranks: Sequence[RankCalls], first: int = 1) -> list[Divergence]:
-    """Where ranks diverge, what came first on its ranks first; [] when none does. Calls are numbered from `first`."""
+    """Where ranks diverge, in the order in which they issued these calls. Calls are numbered from `first`."""
     by_channel: dict[Channel, list[RankCalls]] = {}
     for one in ranks:
         for channel in one.last:
@@ -252,7 +255,7 @@ def find_divergences(ranks: Sequence[RankCalls], first: int = 1) -> list[Diverge
 
 
 def _find_differing_calls(channel: Channel, members: Sequence[RankCalls]) -> Iterator[Divergence]:
-    """Ranks whose call differs from that of most under the same number: the first such number of the channel."""
+    """The ranks that diverge at the first number of a channel of collectives at which calls differ."""
     if channel[2] or len(members) < 2:
         return
     own = {one.rank: one.calls.get(channel, {}) for one in members}
@@ -263,7 +266,7 @@ def _find_differing_calls(channel: Channel, members: Sequence[RankCalls]) -> Ite
         return
     lasts = {one.rank: one.last[channel] for one in members}
     whole = all(one.whole for one in members)
-    for number in sorted({n for ranks in alike for n in own[ranks[0]] if n >= start}):  # one stands for all alike
+    for number in sorted({n for ranks in alike for n in own[ranks[0]] if n >= start}):
         at_number = [ranks for ranks in alike if number in own[ranks[0]]]
         if found := list(_diverging_at(channel, number, own, at_number, lasts, whole=whole)):
             yield from found
@@ -279,36 +282,36 @@ def _diverging_at(
     *,
     whole: bool,
 ) -> Iterator[Divergence]:
-    """Ranks that diverge in this call. Where it differs in its place alone, it must explain that ranks lack calls."""
+    """The ranks that diverge in the call of this number. The first of each group of `alike` stands for all of it."""
     weights: Counter[tuple[object, ...]] = Counter()
     for ranks in alike:
         weights[own[ranks[0]][number].identity] += len(ranks)
-    usual = max(weights, key=lambda identity: weights[identity])  # of those as frequent that of the first rank
-    standard = next(ranks[0] for ranks in alike if own[ranks[0]][number].identity == usual)
-    most, differ = max(lasts.values()), False
+    standard = max(alike, key=lambda ranks: weights[own[ranks[0]][number].identity])[0]
+    usual = own[standard][number]
+    most = max(lasts.values())
     waiting = [] if whole else [rank for rank, last in lasts.items() if last == most]
+    differs = False
     for ranks in alike:
-        rank = ranks[0]
-        disagree = differing_field(own[rank][number], own[standard][number])
+        rank, call = ranks[0], own[ranks[0]][number]
+        if call.identity == usual.identity:
+            continue
         lead = lasts[rank] - lasts[standard] if whole else None
-        how = _describe_lack(own[standard], own[rank], number, lead) if own[rank][number].identity != usual else ""
-        differ = differ or bool(disagree and how == "differs")
-        if how in ("skipped", "extra") and (disagree or min(lasts.values()) < most):
-            yield Divergence(
-                how=how,
-                ranks=tuple(ranks),
-                channel=channel,
-                number=number,
-                call=own[rank if how == "extra" else standard][number],
-                waiting=tuple(other for other in waiting if other not in ranks),
-            )
+        how = _compare_sequences(own[standard], own[rank], number, lead)
+        same_fields = not differing_field(call, usual)
+        if how == "differs":
+            differs = differs or not same_fields
+        # Ranks may issue equal calls in another order, so places alone count only if some rank has fewer calls.
+        elif not same_fields or min(lasts.values()) < most:
+            rest = tuple(other for other in waiting if other not in ranks)
+            named = call if how == "extra" else usual
+            yield Divergence(how=how, ranks=tuple(ranks), channel=channel, number=number, call=named, waiting=rest)
     calls = {rank: by[number] for rank, by in own.items() if number in by}
-    if differ and (found := compare_calls(channel, number, calls)) is not None:
+    if differs and (found := compare_calls(channel, number, calls)) is not None:
         yield replace(found, waiting=tuple(rank for rank in waiting if rank not in found.ranks))
 
 
 def _group_alike(own: Mapping[int, Mapping[int, GroupCall]], first: int) -> list[list[int]]:
-    """The ranks that issued the same calls from number `first` on, together."""
+    """Groups of ranks that issued the same calls from number `first` on."""
     kinds: list[tuple[list[object], list[int]]] = []
     for rank, calls in own.items():
         mine: list[object] = [call.identity for number, call in calls.items() if number >= first]
@@ -321,10 +324,12 @@ def _group_alike(own: Mapping[int, Mapping[int, GroupCall]], first: int) -> list
     return [ranks for _issued, ranks in kinds]
 
 
-def _describe_lack(usual: Mapping[int, GroupCall], own: Mapping[int, GroupCall], number: int, lead: int | None) -> str:
-    """Whether `own` lacks the call of this number, has one more there, or has another one.
+def _compare_sequences(
+    usual: Mapping[int, GroupCall], own: Mapping[int, GroupCall], number: int, lead: int | None
+) -> str:
+    """Whether a rank with the calls `own` skipped the usual call of this number, has an extra one, or another one.
 
-    `lead`: how many calls more it has in all; None while that may change.
+    `lead`: how many more calls it has than the usual rank; None while that may change.
     """
     if (lead is None or lead < 0) and _agree_one_later(own, usual, number):
         return "skipped"
@@ -332,13 +337,13 @@ def _describe_lack(usual: Mapping[int, GroupCall], own: Mapping[int, GroupCall],
 
 
 def _agree_one_later(one: Mapping[int, GroupCall], other: Mapping[int, GroupCall], number: int) -> bool:
-    """Whether the calls of `one` from `number` on are those of `other` a number further, as far as both go."""
+    """Whether the calls of `one` from `number` on are those of `other` from the next number on, as far as both go."""
     pairs = [(one[n], other[n + 1]) for n in range(number, number + _SHIFTED) if n in one and n + 1 in other]
     return bool(pairs) and all(mine.identity == theirs.identity for mine, theirs in pairs)
 
 
 def _find_ranks_behind(channel: Channel, ranks: Sequence[RankCalls], first: int) -> Iterator[Divergence]:
-    """Ranks of the group whose last number is the smallest, when not all are equal."""
+    """The ranks of a group with the fewest calls, if not all have as many."""
     group = set(channel[1]) or {one.rank for one in ranks if channel in one.last}
     members = [one for one in ranks if one.rank in group and (one.last or one.whole)]
     lasts = {one.rank: one.last.get(channel, first - 1) for one in members}
@@ -354,7 +359,7 @@ def _find_ranks_behind(channel: Channel, ranks: Sequence[RankCalls], first: int)
 
 
 def _find_ranks_gone(ranks: Sequence[RankCalls]) -> Iterator[Divergence]:
-    """Ranks that left nothing, where others are in a call of a group that they share."""
+    """Ranks that left no calls, if another rank is in a call of a group that they belong to."""
     known = [one for one in ranks if one.last]
     there = {one.rank for one in ranks if not one.lost}
     for one in known:
@@ -368,7 +373,7 @@ def _find_ranks_gone(ranks: Sequence[RankCalls]) -> Iterator[Divergence]:
 
 
 def _select_roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Divergence]:
-    """Lacks whose ranks do not wait themselves; when all wait, one cycle."""
+    """Of the missing calls, those whose ranks do not wait in another missing call; if all ranks wait, one cycle."""
     if not lacking:
         return []
     waits = {rank for found in lacking for rank in found.waiting}
@@ -391,7 +396,7 @@ def _select_roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> 
 
 
 def _order_of_divergence(found: Divergence, ranks: Sequence[RankCalls]) -> int:
-    """When the call came among those of the first rank that issued it."""
+    """The position of the call among all calls of the first rank that issued it."""
     for one in ranks:
         call = one.calls.get(found.channel, {}).get(found.number)
         if call is not None and (one.rank not in found.ranks or found.how in ("message", "differs")):
@@ -405,7 +410,7 @@ _Messages = tuple[Channel, RankCalls, Channel, RankCalls | None]
 def _pair_messages(
     by_channel: Mapping[Channel, Sequence[RankCalls]], ranks: Sequence[RankCalls]
 ) -> Iterator[_Messages]:
-    """Messages to or from a peer, and what that peer issued in answer; of ranks alone whose messages can be counted."""
+    """Each channel of messages and its rank, then those of the other end. Both ends must be counted."""
     counted = {one.rank for one in ranks if one.counted and (one.last or one.whole)}
     for channel, those in by_channel.items():
         group, members, direction = channel
@@ -418,7 +423,7 @@ def _pair_messages(
 
 
 def _find_unequal_messages(messages: Sequence[_Messages]) -> Iterator[Divergence]:
-    """The first message of a pair whose ends have other numbers of bytes."""
+    """The first message between two ranks whose ends differ in size."""
     for channel, one, there, answer in messages:
         if answer is None or not channel[2].startswith("send"):
             continue

@@ -56,11 +56,11 @@ OPERATORS = {
     "barrier": Operator("barrier"),
     "monitored_barrier_": Operator("barrier"),
 }
-"""The payload must agree unless `agree` is given; `form` follows from the number of tensors."""
+"""The payload must agree across ranks unless `agree` is given; `form` follows from the number of tensors."""
 
 
 def communicates(operator: Any) -> bool:
-    """Whether an operator takes a process group: others of c10d send nothing."""
+    """Whether an operator takes a process group; other operators of c10d send nothing."""
     return any(argument.kind == "group" for argument in arguments_of(operator))
 
 
@@ -101,11 +101,11 @@ def make_reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorC
         if op in MESSAGES:
             is_async = not _is_blocking_call(op, sys._getframe(1).f_back)
         else:
-            # Trailing arguments that equal their default, which is asynchronous, are not passed on.
+            # Trailing arguments that equal their default, which means asynchronous, are not passed.
             is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
         agreeing = tensors_in(arguments[agree_at]) if agree_at >= 0 else payload
         shapes = shapes_of(agreeing)
-        if op == "all_to_all":  # ranks may send different numbers of rows, and lists as they like
+        if op == "all_to_all":  # ranks may send different numbers of rows and lists
             shapes = () if described.form == "list" else tuple([tuple(tensor.shape[1:]) for tensor in payload])
         root, form = arguments[peer_at] if rooted else -1, "single" if len(agreeing) == 1 else "coalesced"
         signature = Signature(op, described.form or form, reduce_op, root, dtype_text(payload), shapes)
@@ -121,14 +121,14 @@ def make_reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorC
 def _rows_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """all_to_all_single, (output, input, group, output rows, input rows): the rows sent and expected."""
     output, source, _, expects, sends = arguments[:5]
-    same = not sends and not expects and output.numel() == source.numel()  # of the numbers, whatever the shapes
+    same = not sends and not expects and output.numel() == source.numel()  # shares of the numbers, whatever the shapes
     return tuple(sends) or _split_evenly(source, size), tuple(expects) or _split_evenly(
         source if same else output, size
     )
 
 
 def _split_evenly(tensor: Tensor, size: int) -> tuple[int, ...]:
-    """Equal shares; a dim that they do not divide is the rank's own error, and so is a tensor without dims."""
+    """Equal shares. A dim that they do not divide, or a tensor without dims, is the rank's own error."""
     return (tensor.shape[0] // size,) * size if tensor.dim() else ()
 
 
@@ -138,7 +138,7 @@ def _shapes_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, .
 
 
 def _from_schema(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
-    """A reader of an operator that is not known here. Ranks need not agree in anything but its name, its `form`."""
+    """A reader of an operator that is not in OPERATORS. Ranks must agree in its name alone, its `form`."""
     described = arguments_of(operator)
     places = {argument.name: i for i, argument in enumerate(described)}
     group_at = next(i for i, argument in enumerate(described) if argument.kind == "group")

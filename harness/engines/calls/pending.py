@@ -1,6 +1,6 @@
 """Calls in flight, and why ranks are desynchronised, in one line with the ranks to blame.
 
-In flight are collectives that not every rank has issued and messages without their other end. Ranks are desynchronised
+In flight are collectives that not every rank has issued, and messages without their other end. Ranks are desynchronised
 by a mismatch, a skipped call or a deadlock.
 """
 
@@ -16,7 +16,7 @@ from shardproof.harness.engines.calls.signature import Signature, describe_signa
 from shardproof.harness.errors import Position, name_ranks, ranks_text
 
 _WORLD, _UNNAMED = "default_pg", "undefined"
-"""torch's names of groups that the user did not name: the group of all ranks, and any other."""
+"""torch's names of groups without a name by the user: the group of all ranks, and any other."""
 ANY = -1
 """The peer of a receive from any source."""
 
@@ -92,11 +92,11 @@ class RankGroup:
         self.posted = [0] * len(self.ranks)
 
     def set_label(self, words: str) -> None:
-        """Make the label of these words, the ranks, and the life where it is not the first."""
+        """Make the label from these words, the ranks, and the life if it is not the first."""
         self.label = f"{words} ({ranks_text(self.ranks)})" + (f" of life {self.life}" if self.life > 1 else "")
 
     def enter(self, member: int, signature: Signature, brings: object) -> tuple[int, PendingCollective]:
-        """The next collective of a member, and its number; it is `differing` where its signature is not the first's."""
+        """The next collective of a member, and its number. It is `differing` if its signature is not the first's."""
         number = self.numbers[member]
         self.numbers[member] = number + 1
         collective = self.collectives.get(number)
@@ -109,7 +109,9 @@ class RankGroup:
         return number, collective
 
     def counterpart(self, mine: PendingMessage) -> PendingMessage | None:
-        """The other end of a message that a member has just issued; None, and it is in flight, when there is none."""
+        """The other end of a message that a member has just issued; without one the message is in flight, and None
+        returned.
+        """
         self.posted[mine.member] += 1
         other = next((message for message in self.messages if message.matches(mine)), None)
         if other is None:
@@ -124,8 +126,8 @@ GroupsByRanks = dict[tuple[int, tuple[int, ...], str], list[RankGroup]]
 def label_group(made: RankGroup, known: GroupsByRanks) -> None:
     """Add a group to those known and label it: its description, or "group 3", the third that `new_group` made.
 
-    Groups of the same ranks and description get both: "tp, group 3". A group that only its members made (with local
-    synchronisation, or by `split_group`) has no number in the world. "local group 2" is the second of these.
+    Groups with the same ranks and description get both: "tp, group 3". A group that its members alone made (with local
+    synchronisation, or by `split_group`) has no number in the world: "local group 2" is the second of these.
     """
     alike = known.setdefault((made.life, made.ranks, made.description), [])
     alike.append(made)
@@ -150,7 +152,7 @@ def world_of(world_size: int) -> RankGroup:
 class Mismatch:
     """Ranks that issue one call with different arguments: their signatures differ, or what `words` says.
 
-    `collective` is the one in which they meet, None for a message and for the making of a group.
+    `collective` is the call in which they meet, None for a message and for the making of a group.
     """
 
     group: RankGroup
@@ -162,13 +164,13 @@ class Mismatch:
 
     @classmethod
     def of_sizes(cls, group: RankGroup, number: int, met: PendingCollective, sizes: Disagreement) -> "Mismatch":
-        """Two ranks of an all_to_all expect other sizes of each other."""
+        """Two ranks of an all_to_all that expect other sizes of each other."""
         ranks = tuple(group.ranks[member] for member in sizes.ranks)
         return cls(group, number, met.signature, met, ranks, str(sizes).format(*ranks))
 
     @classmethod
     def of_messages(cls, group: RankGroup, one: PendingMessage, other: PendingMessage) -> "Mismatch | None":
-        """The mismatch between a send and its receive, reported for the receive; None when they agree."""
+        """The mismatch between a send and its receive, reported for the receive; None if they agree."""
         send, receive = (one, other) if one.signature.op == "send" else (other, one)
         if (send.signature.dtype, send.signature.shapes) == (receive.signature.dtype, receive.signature.shapes):
             return None
@@ -178,7 +180,7 @@ class Mismatch:
 
     @classmethod
     def of_groups(cls, world_size: int, number: int, made: dict[int, tuple[int, ...]]) -> "Mismatch":
-        """Two ranks (rank -> ranks of the group) make the world's group `number` of different ranks."""
+        """Two ranks (rank -> ranks of the group) that make the world's group `number` with different ranks."""
         (first, ranks), (other, others) = made.items()
         words = f"rank {first} makes it of ranks {ranks_text(ranks)}, rank {other} of ranks {ranks_text(others)}"
         return cls(world_of(world_size), number, MAKES_GROUP, ranks=(first, other), words=words)
@@ -187,8 +189,8 @@ class Mismatch:
 class IssuedCall(Protocol):
     """A call that a rank has issued: the work of an in-process rank, or a call from a process's flight recorder.
 
-    `number` counts the calls that the rank issued in the group before. `signature` is the rank's own, `event` the state
-    of the call over all ranks.
+    `number` is the number of the rank's earlier calls in the group. `signature` is the rank's own, `event` the state of
+    the call over all ranks.
     """
 
     rank: int
@@ -267,7 +269,7 @@ def of_deadlock(done: Sequence[bool], waiting: Sequence[IssuedCall | None]) -> R
 
 
 def of_skipped(groups: Sequence[RankGroup]) -> RootCause | None:
-    """After every rank has finished: a call that some ranks never issued; None when there is none."""
+    """After every rank has finished: a call that some ranks never issued; None if there is none."""
     for group in groups:
         for number, collective in group.collectives.items():
             absent = [rank for rank, brought in zip(group.ranks, collective.issued, strict=True) if brought is None]

@@ -26,16 +26,16 @@ from shardproof.harness.torch_internals.autograd import function_context
 from shardproof.harness.torch_internals.world import Pending, wait_pending
 
 _MOVES = ("all_to_all", "reduce_scatter")
-"""Ops whose gradient goes back as another call (harness.checking.laws)."""
+"""Ops whose gradient communicates in backward (harness.checking.laws)."""
 
 
 def needs_gradient(op: str, payload: Sequence[Tensor]) -> bool:
-    """Whether a gradient must come back for what a call issued now sends; False for ops that are no move.
+    """Whether a gradient must come back for what a call issued now sends; False for ops that have no such gradient.
 
-    Uncertain calls give False too: of leaves outside of a Function, where gradients are off, and of torch's C++
-    Functions. Autograd cannot see a collective, so that a program wraps it in a Function to get its gradient. Gradients
-    are off in the forward of a Function: there its inputs decide. A copy of an input counts as the input where all
-    inputs want a gradient.
+    Also False if it is uncertain: for leaves outside of a Function while gradients are off, and for torch's C++
+    Functions. Autograd cannot see a collective, so a program wraps it in a Function to get its gradient. Gradients are
+    off in the forward of a Function, so its inputs decide. A copy of an input counts as the input if all inputs require
+    a gradient.
     """
     if op not in _MOVES:
         return False
@@ -48,14 +48,14 @@ def needs_gradient(op: str, payload: Sequence[Tensor]) -> bool:
         if in_forward:
             given = [tensor for tensor in _tensor_arguments(frame) if tensor.is_floating_point()]
             wanted = any(tensor.requires_grad for tensor in payload) or all(tensor.requires_grad for tensor in given)
-            # Where gradients were off around the Function, its node has none to pass them on to.
+            # If gradients were off around the Function, its node passes them on to nothing.
             return bool(given) and wanted and bool(getattr(context, "next_functions", True))
         inner, frame = frame, frame.f_back
     return False
 
 
 def _tensor_arguments(frame: FrameType) -> Iterator[Tensor]:
-    """The tensors that the function of a frame was called with."""
+    """The tensors with which the function of a frame was called."""
     code = frame.f_code
     varying = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
     for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + varying]:
@@ -72,7 +72,7 @@ REDUCE_OPS: dict[int, str] = {getattr(ReduceOp, word.upper()).value: word for wo
 """torch's reduce ops, by their number, in the ledger's words."""
 
 _WRITING = ("all_gather", "broadcast")
-"""Ops whose payload is what they write."""
+"""Ops whose payload is their output."""
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -92,7 +92,7 @@ class Signature(NamedTuple):
 
 
 NOT_KNOWN: Any = None
-"""A field of a signature that was read from a file which does not have it. The signatures of engines know all."""
+"""The value of a field that a file does not have. Signatures of engines have all fields."""
 
 
 def signature_of(
@@ -100,7 +100,7 @@ def signature_of(
 ) -> Signature:
     """The signature of a call in whose tensors' dtypes and shapes all ranks must agree.
 
-    `form` is by the number of tensors unless given: "single", or "coalesced".
+    `form` follows from the number of tensors unless given: "single", or "coalesced".
     """
     if len(tensors) == 1:
         return Signature(op, form or "single", reduce_op, root, _DTYPES[tensors[0].dtype], (tensors[0].shape,))
@@ -113,7 +113,7 @@ def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
 
 
 def dtype_text(tensors: Sequence[Tensor]) -> str:
-    """ "float32"; the dtypes of coalesced tensors are joined with + where they differ; "" without tensors."""
+    """ "float32"; different dtypes of coalesced tensors are joined with +; "" without tensors."""
     if len(tensors) == 1:
         return _DTYPES[tensors[0].dtype]
     return "+".join(dict.fromkeys(_DTYPES[tensor.dtype] for tensor in tensors))
@@ -131,7 +131,7 @@ def field_text(field: str, signature: Signature) -> str:
 
 
 def describe_signature(signature: Signature) -> str:
-    """A signature in short: "sum float32 4x8"; a root only where there is one, a form unless it is "single".
+    """A signature in short: "sum float32 4x8", with a root if there is one, and a form unless it is "single".
 
     Fields that are not known are left out.
     """
@@ -163,22 +163,22 @@ def call_of(
 
 
 def is_computed(payload: Sequence[Tensor]) -> bool:
-    """Whether autograd computed a tensor of a payload: no batch, parameter or gradient has a node that made it.
+    """Whether autograd computed a tensor of a payload: batches, parameters and gradients have no node that made them.
 
-    A clone of one has a node too: functional collectives send clones of what they are given.
+    A clone of one has a node too: functional collectives send clones of what they receive.
     """
     return any(_without_clones(tensor.grad_fn) is not None for tensor in payload)
 
 
 def _without_clones(node: Node | None) -> Node | None:
-    """The node that made a tensor, behind those of clones; None for a leaf."""
+    """The node that made a tensor, before any clones; None for a leaf."""
     while node is not None and node.name() == "CloneBackward0":
         node = node.next_functions[0][0]
     return None if node is None or node.name().endswith("AccumulateGrad") else node
 
 
 def address_of(signature: Signature, payload: Sequence[Tensor]) -> int:
-    """Where a call writes first in memory; 0 for one that does not write its payload, or whose tensors have none."""
+    """The first address that a call writes; 0 if it does not write its payload, or its tensors have no memory."""
     if not payload or signature.op not in _WRITING:
         return 0
     try:
@@ -193,18 +193,20 @@ _CARRIED = frozenset(
     | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
     | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 )
-"""The dtypes that gloo or NCCL carries; torch itself passes complex tensors on as pairs of real numbers."""
+"""The dtypes that gloo or NCCL sends; torch itself sends complex tensors as pairs of real numbers."""
 
 
 class WrongArgument(ValueError, RuntimeError):
-    """A call's argument that no rank can be right with. gloo raises RuntimeError, NCCL ValueError: this is both."""
+    """An argument of a call that is wrong whatever the other ranks do. gloo raises RuntimeError, NCCL ValueError: this
+    is both.
+    """
 
 
 def check_tensors(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
     """Plain tensors; a functional collective's pending output is waited for. Raises WrongArgument.
 
-    `layout` is what gloo computes right with: tensors that are "contiguous"; "dense" ones, which are that but for the
-    order of their dims. "any" tensors, with gaps and overlaps, are copied.
+    `layout` is what gloo computes right with: "contiguous" tensors, or "dense" ones, whose dims may be in another
+    order. "any" tensors, with gaps and overlaps, are copied.
     """
     plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, tensor in enumerate(plain):
@@ -245,7 +247,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def of_one_dtype(op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Raises WrongArgument where outputs are of other dtypes than inputs."""
+    """Raises WrongArgument if outputs have other dtypes than inputs."""
     if not outputs or not inputs:
         return
     if len(outputs) == len(inputs) == 1:
@@ -294,9 +296,9 @@ def member_of(what: str, member: int, size: int) -> int:
 def split_exchange(
     output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, size: int
 ) -> tuple[Tensor, list[int], list[int]]:
-    """Output of an all_to_all_single, and the rows of dim 0 for every peer: as given, else equal shares.
+    """The output of an all_to_all_single, and the rows of dim 0 for every peer: as given, else equal shares.
 
-    Without sizes the shares are of the numbers, whatever the shapes. Raises TypeError for sizes that are no numbers,
+    Without sizes the numbers are shared equally, whatever the shapes. Raises TypeError for sizes that are no numbers,
     WrongArgument for wrong numbers.
     """
     expects, sends = (
@@ -324,9 +326,9 @@ def _rows_of(which: str, tensor: Tensor, counts: list[int], size: int) -> list[i
 
 
 def _as_whole_numbers(name: str, given: Any) -> list[int]:
-    """Whole numbers, from a sequence of any kind that torch takes: of Python, of numpy, tensors of one element.
+    """Integers from a sequence of any kind that torch takes: of Python, of numpy, tensors of one element.
 
-    [] for None. Raises TypeError for what is none to torch either: floats, text, one tensor of several.
+    [] for None. Raises TypeError for what torch refuses too: floats, text, one tensor of several elements.
     """
     if given is None:
         return []
@@ -336,7 +338,9 @@ def _as_whole_numbers(name: str, given: Any) -> list[int]:
 
 
 def check_list(given: Any) -> Any:
-    """The tensors of a list, or of the one list in a list: torch's functions pass this, its methods take that."""
+    """The tensors of a list, or of the only list in a list: torch's functions pass the one, its
+    methods take the other.
+    """
     return given[0] if len(given) == 1 and not isinstance(given[0], Tensor) else given
 
 

@@ -1,10 +1,10 @@
 """Applies a fault to the calls of a run; of every run of an engine with `Intervened(engine, Disturbance(fault))`.
 
-Works below the recorder, which records the call as the program issued it. A disturbed call is computed correctly first,
-from data of which copies were kept. Then the outputs of the ranks that are hit are overwritten with new tensors, made
-from copies, by the kind of the fault (`harness.faults`). A group fault sends the call to other ranks instead. A call is
-hit where it is the target's by rank, call index, op, reduce op and group size. So a program that then goes another way
-is not hit in a call of another kind.
+Works below the recorder, which records the call as the program issued it. A disturbed call is first computed correctly,
+from data of which copies are kept. Then the outputs of the ranks that are hit are overwritten with new tensors, made
+from the copies by the kind of the fault (`harness.faults`). A fault of the group sends the call to other ranks instead.
+A call is hit if it agrees with the target in rank, call index, op, reduce op and group size. So a program that then
+takes another path is not hit in a call of another kind.
 """
 
 import hashlib
@@ -40,7 +40,9 @@ class CompletedCall(NamedTuple):
 
 
 def spoil_outputs(what: Fault, done: CompletedCall) -> list[Sequence[Tensor]]:
-    """By group rank, what a fault of this kind leaves; not for group and stale, which depend on other calls."""
+    """By group rank, the outputs that a fault of this kind leaves; not for group and stale, which depend on other
+    calls.
+    """
     if what.kind in {"drop", "delay"}:
         alone, size = _ALONE.get(done.combine, lambda mine, _member, _size: list(mine.outputs)), len(done.kept)
         return [alone(mine, member, size) for member, mine in enumerate(done.kept)]
@@ -57,21 +59,21 @@ def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_operands(brought: Operands) -> Operands:
-    """Operands of a rank in tensors of its own; outputs that are inputs stay so."""
+    """Copies of a rank's operands; outputs that are inputs stay so."""
     outputs = copy_tensors(brought.outputs)
     inputs = outputs if brought.inputs is brought.outputs else copy_tensors(brought.inputs)
     return brought._replace(outputs=outputs, inputs=inputs)
 
 
 def overwrite_tensors(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write values of the same sizes; autograd does not count it as another change of the tensors."""
+    """Write values of the same sizes, without counting as another change of the tensors for autograd."""
     with hide_from_modes(), without_version(tuple(outputs)):
         for output, value in zip(outputs, values, strict=True):
             output.copy_(value.reshape(output.shape))
 
 
 def poison_like(tensor: Tensor) -> Tensor:
-    """A value that cannot be mistaken for a result."""
+    """A value that cannot be taken for a result."""
     if tensor.dtype is torch.bool:
         return ~tensor
     if tensor.is_floating_point() or tensor.is_complex():
@@ -80,7 +82,7 @@ def poison_like(tensor: Tensor) -> Tensor:
 
 
 def _double_outputs(done: CompletedCall) -> list[Sequence[Tensor]]:
-    """Outputs by rank: the call made again on its result; where shapes forbid that, a reduced result counts twice."""
+    """Outputs by rank: the call made again on its result. If shapes forbid that, a reduced result counts twice."""
     in_place, exchanges = done.combine in _IN_PLACE, done.combine in _EXCHANGES
     if in_place or (exchanges and all(map(_is_repeatable, done.kept))):
         again = []
@@ -122,7 +124,7 @@ def _swapped_rows(mine: Operands, member: int, size: int) -> list[Tensor]:
 
 
 def _fit_to_output(value: Tensor, output: Tensor) -> Tensor:
-    """The value where it has the output's size, zeros where it has not."""
+    """The value if it has the output's size, else zeros."""
     return value.reshape(output.shape) if value.numel() == output.numel() else torch.zeros_like(output)
 
 
@@ -138,14 +140,14 @@ _ALONE: dict[Combine, Callable[[Operands, int, int], list[Tensor]]] = {
     ],
     arithmetic.all_to_all_single: _swapped_rows,
 }
-"""Of the ops not named here, a rank's own outputs are what it has alone."""
+"""For ops not named here, a rank's outputs are what it has alone."""
 
 
 class Disturbance(Intervention):
     """The intervention that makes one fault happen; None changes nothing.
 
-    `delivered`, of the last run: (rank, call index) -> digest of what the call left in the rank's outputs. Two runs
-    that delivered the same are, since ranks are deterministic, the same run.
+    `delivered`, of the last run: (rank, call index) -> a digest of what the call left in the rank's outputs. Ranks are
+    deterministic, so two runs that delivered the same are the same run.
     """
 
     def __init__(self, fault: Fault | None) -> None:
@@ -153,14 +155,14 @@ class Disturbance(Intervention):
         self.delivered: Mapping[RankCallIndex, bytes] = {}
 
     def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
-        """Calls are computed as the fault has it."""
+        """Computes calls as the fault says."""
         made = _Disturbing(world_size, scheduler, observer, self._fault)
         self.delivered = made.delivered
         return made
 
 
 class _Late(NamedTuple):
-    """Right values that have not arrived."""
+    """Right values that arrive late."""
 
     outputs: Sequence[Tensor]
     values: Sequence[Tensor]
@@ -207,14 +209,14 @@ class _Disturbing(CollectiveMatcher):
             self._deliver(finished, {0: place}, complete.event)
 
     def close(self, call: RankCall) -> None:
-        """As in the base class; from the first wait on, what is late may arrive at the rank's next call."""
+        """As in the base class; from the first wait on, late values may arrive at the rank's next call."""
         super().close(call)
         late = self._late.pop((call.rank, call.event), None)
         if late is not None:
             self._arriving[call.rank].append(late)
 
     def _next(self, call: RankCall) -> RankCallIndex:
-        """Count a rank's call, and mark it when it is the target's. Late results arrive now."""
+        """Count a rank's call, and mark it if it is the target's. Late results arrive now."""
         rank, signature = call.rank, call.signature
         arriving, self._arriving[rank] = self._arriving[rank], []
         for late in arriving:
@@ -228,7 +230,7 @@ class _Disturbing(CollectiveMatcher):
         return place
 
     def _regroup(self, call: RankCall) -> None:
-        """Issue the call in the fault's group in place of its own."""
+        """Issue the call in the fault's group instead of its own."""
         ranks, group = self._regrouped.get(call.rank, call.group.ranks), call.group
         if self._what is None or call.signature.root >= len(ranks):
             return
@@ -253,7 +255,7 @@ class _Disturbing(CollectiveMatcher):
     def _deliver(
         self, finished: CompletedCall, places: Mapping[int, RankCallIndex], event: PendingCollective | PendingMessage
     ) -> None:
-        """Overwrite the right outputs of the members that are hit; note what every member got (member -> place)."""
+        """Overwrite the right outputs of the members that are hit; record what every member got (member -> place)."""
         with hide_from_modes():
             hit = [member for member in places if places[member] in self._hit]
             if hit and self._what is not None:
@@ -280,7 +282,7 @@ class _Disturbing(CollectiveMatcher):
             overwrite_tensors(finished.outputs[member], values[member])
 
     def _before(self, what: Fault, rank: int, right: list[Tensor]) -> Sequence[Tensor]:
-        """Result of the target's call before; the first one stays right, or gives zeros where there is no second."""
+        """The result of the target's call before. The first one stays right, or gives zeros if there is no second."""
         first = list(map(torch.zeros_like, right)) if what.target.once else right
         before = self._stale.get(rank, first)
         self._stale[rank] = right

@@ -38,9 +38,9 @@ from shardproof.harness.torch_internals.dispatch import hide_from_modes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`turns`: at each change, which of the ready ranks, by the time they have waited, goes on; modulo their number.
-    `early`: of each asynchronous call, whether its result arrives before the wait. After the last entry: the rank that
-    has waited longest; in the wait.
+    """`turns`: at each change, the place of the rank that goes on among the ready ranks, ordered by how long they have
+    waited, modulo their number. `early`: for each asynchronous call, whether its result arrives before the wait. After
+    the last entries, the rank that has waited longest goes on, and results arrive in the wait.
     """
 
     turns: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Schedule:
 
 
 class Explored(Intervened):
-    """An engine in which every run follows the schedule, its buffers stressed."""
+    """An engine whose runs all follow the schedule, with stressed buffers."""
 
     def __init__(self, engine: Engine, schedule: Schedule) -> None:
         super().__init__(engine, _Exploration(schedule))
@@ -94,9 +94,9 @@ class _Look(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """An asynchronous call in flight: the program's own tensors, the copies that stand in for them.
+    """An asynchronous call in flight: the program's own tensors, and the copies that stand in for them.
 
-    Their content is kept as this class last wrote them.
+    The content of the program's tensors is kept as this class last wrote it.
     """
 
     tensors: Sequence[Tensor]
@@ -140,7 +140,7 @@ class _StressedMatcher(CollectiveMatcher):
         super().post(call)
 
     def close(self, call: RankCall) -> None:
-        """As in the base class; the result is there now, and the program may not have written the tensors before."""
+        """As in the base class; the result arrives now, and the program must not have written the tensors before."""
         flight = self._flights.pop(call, None)
         if flight is not None:
             if changed := _find_changed_tensor(flight):
@@ -176,10 +176,10 @@ def _look_at_tensors(tensors: Sequence[Tensor]) -> list[_Look]:
 
 
 def _find_changed_tensor(flight: _Flight) -> str:
-    """Which tensor of a call in flight is no longer as it was: "output", "input" or ""."""
+    """Which tensor of a call in flight has changed: "output", "input" or ""."""
     with hide_from_modes():
         for i, (tensor, look) in enumerate(zip(flight.tensors, flight.seen, strict=True)):
-            # NaN + 1 has the bits of NaN; of a part of a larger buffer the count of writes is no evidence
+            # NaN + 1 has the bits of NaN; for a part of a larger buffer the count of writes proves nothing
             written = version_of(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()
             if written or not same_bits(tensor, look.copy):
                 return "output" if i < len(flight.outputs) else "input"

@@ -43,7 +43,7 @@ from shardproof.harness.engines.calls.pending import MAKES_GROUP
 from shardproof.harness.engines.calls.signature import Signature
 
 _WAITING_IN = (
-    *("engines/interposer.py", "processes/flight_recorder.py", "forked/worker.py"),  # in the last gloo connects
+    *("engines/interposer.py", "processes/flight_recorder.py", "forked/worker.py"),  # gloo connects in the last
     *("distributed/distributed_c10d.py", "distributed/_functional_collectives.py"),
 )
 
@@ -56,7 +56,7 @@ def is_waiting(file: str) -> bool:
 class FollowedWork(dist.Work):
     """A work that records when it is waited for, by calling `waited_for` at its first wait.
 
-    A program that was told that it is complete needs no wait.
+    A program that has learnt that it is complete needs no wait.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FollowedWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Let the current stream wait, or the caller where there is none."""
+        """Make the current stream wait, or the caller if there is no stream."""
         self._finish("synchronize")
 
     def block_current_stream(self) -> None:
@@ -84,7 +84,7 @@ class FollowedWork(dist.Work):
         self._finish("block_current_stream")
 
     def get_future(self) -> Any:
-        """The backend's future; to take it counts as a wait."""
+        """The backend's future. Taking it counts as a wait."""
         self._mark()
         if self._inner is not None:
             return self._inner.get_future()
@@ -167,7 +167,7 @@ class Waits:
 
     @contextmanager
     def wait_for(self, number: int) -> Any:
-        """The rank waits for this work until the body ends; where it raises, the rank goes on with its next call."""
+        """The rank waits for this work until the body ends; if the wait raises, the rank goes on with its next call."""
         self._report(number)
         yield
         self._report(0)
@@ -180,7 +180,7 @@ _RECORDS = 1 << 18
 _FIRST_RECORD = 64
 _FIRST_CALL = _FIRST_RECORD + _RECORDS * _RECORD.size
 RECORDER_BYTES = _FIRST_CALL + (32 << 20)
-"""Virtual memory, most of it never touched."""
+"""Virtual memory, of which most is never used."""
 _RUN, _COUNT, _CALLS, _CALL_BYTES, _INSIDE, _THREAD, _WAITS = range(7)
 
 
@@ -204,7 +204,7 @@ class RecordedCall(NamedTuple):
 
 
 class ReadCalls(NamedTuple):
-    """Content of a rank's flight recorder: the calls recorded since the last time, and when.
+    """What was read from a rank's flight recorder: the calls since the last time, and when.
 
     `inside`: the call recorded last is a synchronous one that is not known to be complete. `waits`: 1 + the place,
     among the asynchronous calls, of the one for which the rank waits; 0 for none.
@@ -216,7 +216,7 @@ class ReadCalls(NamedTuple):
 
 
 def anonymous_file() -> int:
-    """A descriptor of a file without a name, long enough for a flight recorder."""
+    """A descriptor of a file without a name, large enough for a flight recorder."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("shardproof flight recorder")
     else:
@@ -245,7 +245,7 @@ class FlightRecorder:
         self.waits.begin()
 
     def on_enter(self, issued: OperatorCall) -> None:
-        """Record a call before it is issued. Raises RuntimeError when there is no room for another kind of call."""
+        """Record a call before it is issued. Raises RuntimeError if there is no room for another kind of call."""
         call = issued.call
         key = (call.group_desc, issued.signature, call.peer, issued.tag, call.is_async, issued.sends, issued.expects)
         self._write((issued.group, call.group, *key), issued_at(sys._getframe(1)), is_async=call.is_async)
@@ -291,7 +291,7 @@ class FlightRecorder:
 
 
 class Recording:
-    """The reader's side. Each look reads on from where the last one stopped."""
+    """The reader's side. Each look goes on where the last one stopped."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, RECORDER_BYTES, prot=mmap.PROT_READ)
@@ -313,7 +313,7 @@ class Recording:
             self._calls.append(pickle.loads(self._memory[start + _LENGTH.size : start + _LENGTH.size + length]))
             self._call_bytes += _LENGTH.size + length
         places = range(max(self._read, header[_COUNT] - _RECORDS), header[_COUNT])
-        self._read = max(self._read, header[_COUNT])  # struct clears a number before it writes it
+        self._read = max(self._read, header[_COUNT])  # struct writes zeros before it writes a number
         records = (_RECORD.unpack_from(self._memory, _FIRST_RECORD + i % _RECORDS * _RECORD.size) for i in places)
         new = tuple((at_s, self._calls[number]) for at_s, number in records)
         return ReadCalls(new, header[_INSIDE] == header[_COUNT] > 0, header[_WAITS])

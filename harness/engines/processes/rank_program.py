@@ -48,8 +48,8 @@ _SLACK_S = 30.0
 class RankResult:
     """How a rank's program ended: with a value, or with an exception and where it was raised.
 
-    `error` can be pickled; it has the traceback in its notes. `caller` is "file:line in function" of the user's code.
-    `behind` is what led to the exception, as a clause.
+    `error` can be pickled; its notes have the traceback. `caller` is "file:line in function" of the user's code.
+    `behind` is a clause on the exceptions that caused it.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class RankResult:
 def run_rank(
     program: Program, args: tuple[Any, ...], *, rank: int, world_size: int, store: Any, seed: int, timeout_s: float
 ) -> RankResult:
-    """Run the program as this rank of a fresh world over the store. Raises what torch raises when there is none."""
+    """Run the program as this rank of a new world over the store. Raises what torch raises if there can be none."""
     with world(rank, world_size, store, timeout_s):
         seed_streams(seed)
         return result_of(program, args, rank)
@@ -72,7 +72,7 @@ def run_rank(
 
 @contextmanager
 def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: int | None = None) -> Iterator[None]:
-    """torch.distributed initialised as this rank, on one thread; nothing of it is left afterwards."""
+    """torch.distributed initialised as this rank, on one thread; nothing of it remains afterwards."""
     use_one_thread()
     limit = timedelta(seconds=timeout_s + _SLACK_S)
     backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"
@@ -83,12 +83,12 @@ def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: 
                 yield
         finally:
             if dist.is_initialized():  # the program may have destroyed it
-                with suppress(RuntimeError):  # connections that a dead peer has left broken
+                with suppress(RuntimeError):  # a dead peer may have left broken connections
                     dist.destroy_process_group()
 
 
 class _Adoption:
-    """Stands for init_process_group in a program: its first call gets the world that exists."""
+    """Replaces init_process_group in a program: its first call gets the existing world."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -112,7 +112,7 @@ def seed_streams(seed: int) -> None:
 
 
 def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
-    """Call the program on this rank: how it ended; SystemExit with status 0 is an end without a value."""
+    """Call the program on this rank. Returns how it ended; SystemExit with status 0 is an end without a value."""
     try:
         value = program(rank, *args)
     except BaseException as error:  # also SystemExit: it must not end the process unreported
@@ -136,7 +136,7 @@ def _as_portable_error(error: BaseException, rank: int) -> BaseException:
     try:
         sent: BaseException = pickle.loads(pickle.dumps(error))
         sent = error if type(sent) is type(error) else RuntimeError(error_text(error))
-    except Exception:  # whatever a user's own pickling raises
+    except Exception:  # pickling a user's class may raise anything
         sent = RuntimeError(error_text(error))
     sent.add_note(f"on rank {rank}:\n{lines}")
     return sent
@@ -168,11 +168,11 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """Report of a rank on its run: a result, or a reason without one.
+    """The report of a rank on its run: a result, or a reason without one.
 
     `refused`: why the program could not be unpickled; `broken`: why there was no world to run it in. `unwaited` are the
     places, among the rank's asynchronous calls, of those that were never waited for. `kept_groups` is how many groups
-    the process keeps connected; `reusable` is False when the program has left threads behind.
+    the process keeps connected; `reusable` is False if the program has left threads.
     """
 
     number: int
@@ -222,7 +222,7 @@ def pack_program(request: RunRequest, observer: Observer | None) -> bytes:
         )
     try:
         return pack_value((request.program, request.args))
-    except Exception as problem:  # whatever a user's own pickling raises
+    except Exception as problem:  # pickling a user's class may raise anything
         rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
         raise RequestError(f"program {request.program!r}: {rule}; legal: a function of a module") from problem
 
@@ -231,7 +231,7 @@ def pack_report(report: WorkerReport) -> bytes:
     """The report as bytes; a value that cannot be pickled becomes the RequestError of its rank."""
     try:
         return pack_value(report)
-    except Exception as problem:  # whatever a user's own pickling raises
+    except Exception as problem:  # pickling a user's class may raise anything
         rank = report.result.rank if report.result is not None else 0
         text = f"the result cannot be sent from the rank's process: {error_text(problem)}"
         return pack_value(replace(report, result=RankResult(rank=rank, error=RequestError(text), detail=text)))

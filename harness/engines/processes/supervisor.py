@@ -51,12 +51,12 @@ from shardproof.harness.errors import (
 from shardproof.harness.torch_internals.compiler import is_compiler
 
 _PROGRAM_FILE = rank_program.__file__
-"""File that calls a rank's program; the frames from there on are the engine's."""
+"""The file that calls a rank's program. The frames from there on are the engine's."""
 _STEP_S = 0.01
 
 
 def locate_workers(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
-    """Where some ranks stand; unknown after the limit."""
+    """Where some ranks stand; unknown for those that do not answer in time."""
     pids, files = [worker.pid for worker in workers], [worker.memory for worker in workers]
     for pid, file in zip(pids, files, strict=True):
         os.ftruncate(file, RECORDER_BYTES)
@@ -89,7 +89,7 @@ def _stack_as_standing(stack: Sequence[StackLine], stopped: bool) -> Standing:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process; False where the system does not say it."""
+    """Whether a signal has stopped the process; False if the system does not say."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except OSError:
@@ -102,9 +102,9 @@ def _signal(pid: int, signum: int) -> None:
 
 
 _STILL_S = 0.25
-"""How long no rank may have issued a call before it is checked whether any rank still can."""
+"""After this time without a call of any rank it is checked whether any rank can still make one."""
 _COMPILES, _COMPILED_S = 10, 5.0
-"""How many times its limit a run may take when ranks compile, and how long before it is looked again."""
+"""By how many times its limit a run may last while ranks compile, and how long before that is checked again."""
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)
 
 
@@ -127,7 +127,7 @@ class Workers(ABC):
 
     @property
     def terminated(self) -> str:
-        """Why all workers are being ended from outside; "" when they are not."""
+        """Why all workers are being ended from outside; "" if they are not."""
         return ""
 
     def pending_ranks(self) -> list[int]:
@@ -136,14 +136,14 @@ class Workers(ABC):
 
     @abstractmethod
     def start(self) -> bool:
-        """Send every worker its order; False when not all could take it."""
+        """Send every worker its order. Returns False if not all could take it."""
 
     @abstractmethod
     def listen(self, limit_s: float) -> None:
         """Wait until something comes in, at most so long, and take it in."""
 
     def refresh(self) -> None:  # noqa: B027  (not all transports need it)
-        """Bring `calls` up to date, where that takes a request to the workers."""
+        """Bring `calls` up to date, if that takes a request to the workers."""
 
     @abstractmethod
     def locate(self) -> Mapping[int, Standing]:
@@ -195,7 +195,7 @@ class Supervisor:
                 return
             if left_s <= 0 and workers.pending_ranks() and not self._has_failed():
                 self._late = self._find_waiting_calls(), workers.pending_ranks()
-                self._standing = workers.locate()  # for which a stopped rank goes on for a moment
+                self._standing = workers.locate()  # a stopped rank may go on for a moment
                 if time.monotonic() < latest_s and any(standing.compiles for standing in self._standing.values()):
                     self._late, end_s = None, min(time.monotonic() + _COMPILED_S, latest_s)
                     self._alive()
@@ -218,7 +218,7 @@ class Supervisor:
             self._workers.listen(end_s - time.monotonic())
 
     def _is_stuck(self) -> bool:
-        """Whether provably no rank can go on; examined when no rank has issued a call for a while."""
+        """Whether provably no rank can go on. Checked when no rank has issued a call for a while."""
         self._workers.refresh()
         self._matcher.read()
         count, since_s = self._quiet
@@ -249,7 +249,7 @@ class Supervisor:
         return None
 
     def _error(self) -> ShardproofError | None:
-        """How the run ended badly; None when every rank has finished and every call is complete."""
+        """How the run failed; None if every rank has finished and every call is complete."""
         workers = self._workers
         if self._late is not None:
             return self._of_time(*self._late)
@@ -263,7 +263,7 @@ class Supervisor:
         earlier = workers.one_clock and bool(raised) and raised[0].at_s < self._matcher.mismatch_at_s
         if mismatch is not None and not earlier:
             return self._make_desynchronised(of_mismatch(mismatch))
-        if died := workers.died:  # one end from outside may cause the others
+        if died := workers.died:  # one process that ends from outside may cause the ends of others
             kind = RankCrashed if all(end.by_program for end in died.values()) else RankDied
             ends = (f"rank {rank} of {len(self._ranks)} died: {end.words}" for rank, end in sorted(died.items()))
             return kind(", ".join(ends), ranks=sorted(died), positions=self._positions())
@@ -274,7 +274,7 @@ class Supervisor:
         return self._of_time(self._find_waiting_calls(), pending)
 
     def _ranks_that_raised(self) -> list[RankResult]:
-        """The ranks that raised: in the order of time, but those that only report that a peer is gone last."""
+        """The ranks that raised, in the order of time; those that only report that a peer is gone come last."""
         found = [r.result for r in self._workers.reports if r is not None and r.result is not None and r.result.error]
         return sorted(found, key=lambda result: (bool(_PEER_GONE.search(result.detail)), result.at_s))
 
@@ -298,7 +298,7 @@ class Supervisor:
             return self._make_desynchronised(of_deadlock([rank not in pending for rank in self._ranks], waiting))
         text = f"no end within {self._timeout_s:g} s: {', '.join(map(self._describe_running_rank, running))}"
         others, quiet_s = [rank for rank in self._ranks if rank not in running], time.monotonic() - self._quiet[1]
-        # A slow machine may need most of the limit until a rank stops; but a stopped rank does not go on by itself.
+        # A slow machine may need most of the limit before a rank stops; but a stopped rank does not go on by itself.
         stopped = all(self._standing.get(rank, Standing()).stopped for rank in running)
         if not others or (quiet_s < self._timeout_s / 2 and not stopped):
             return TimeLimit(text, ranks=running, positions=self._positions())

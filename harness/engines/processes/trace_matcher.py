@@ -1,9 +1,9 @@
-"""The collective matcher of ranks in processes: recorded calls are matched and compared, as if issued in one process.
+"""The matcher of ranks in processes: recorded calls are matched and compared as if they were issued in one process.
 
-gloo and NCCL do not compare the calls of ranks: another dtype, reduce op or shape of the same size passes silently.
-Another size or op hangs. Here every call is matched with the same call of the group's other ranks by its number. Sends
+gloo and NCCL do not compare the calls of ranks: another dtype, reduce op or shape of the same size passes silently,
+another size or op hangs. Here every call is matched with the call of the same number of the group's other ranks. Sends
 are matched with receives by sender, receiver and tag. The first that does not match is the mismatch; its time is that
-of the second of the two calls.
+of the later of the two calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class TraceMatcher:
     """Matches the calls of a run, read from `sources` by rank. `last` by rank is the call recorded last.
 
     `mismatch` is the first call that does not match, `count` is how many calls were read. A rank that makes a group
-    waits there for all others to make it, as in a call.
+    waits for all others to make it, as in a call.
     """
 
     def __init__(self, sources: Sequence[Callable[[], ReadCalls]]) -> None:
@@ -75,7 +75,8 @@ class TraceMatcher:
         """
         making = world_of(len(self.last))
         for number, made in self._made.items():
-            if set(next(iter(made.values()))) - made.keys():  # else the members alone may do (local synchronisation)
+            # If all members have made it, they may be the only ones to do so (local synchronisation).
+            if set(next(iter(made.values()))) - made.keys():
                 making.collectives[int(number)] = self._making[number]
         return [*self._groups.values(), *([making] if making.collectives else [])]
 
@@ -93,7 +94,7 @@ class TraceMatcher:
                 self._take(rank, at_s, recorded)
 
     def inside(self, rank: int) -> MatchedCall | None:
-        """The call that a rank has not seen complete and in which it waits, if not every rank has issued it."""
+        """The call in which a rank waits as far as it knows, if not every rank has issued it."""
         state, asynchronous = self._state[rank], self._asynchronous[rank]
         if state.waits:
             call = asynchronous[state.waits - 1] if state.waits <= len(asynchronous) else None
@@ -127,7 +128,7 @@ class TraceMatcher:
             self._groups[recorded.group, recorded.ranks] = group
             label_group(group, self._known)
         member, op = recorded.ranks.index(rank), recorded.signature.op
-        if op == OTHER:  # who takes part is not known: no rank waits in it, and it cannot mismatch
+        if op == OTHER:  # its members are unknown: no rank waits in it, and it cannot mismatch
             complete = PendingCollective(recorded.signature, 1, [None], done=True)
             self.last[rank] = MatchedCall(rank, group, group.numbers[member], recorded, complete)
         elif op in {"send", "recv"}:
@@ -163,9 +164,9 @@ class TraceMatcher:
         mine.done = other.done = True
 
     def _compare_sizes(self, group: RankGroup, number: int, collective: PendingCollective, at_s: float) -> None:
-        """All ranks have issued an all_to_all: compare what they send and expect in pairs.
+        """All ranks have issued an all_to_all: compare what they send and expect, in pairs.
 
-        A rank that does not say one size for every rank is refused by its own backend.
+        A rank that does not state one size for every rank is refused by its own backend.
         """
         calls = [met.recorded for met in collective.issued]
         if any(len(sizes) != len(calls) for call in calls for sizes in (call.sends, call.expects)):

@@ -1,7 +1,7 @@
-"""Workers: processes of Python's multiprocessing, whatever they run and whichever way they are started.
+"""Workers: processes of Python's multiprocessing, whatever they run and however they are started.
 
 The driver of a worker is the process that started it. The two share a pipe, and memory with a flight recorder and the
-stacks that the worker prints behind it. A worker ends with its driver, also amid native code. Times are seconds.
+stacks that the worker prints after it. A worker ends with its driver, also during native code. Times are seconds.
 
 How it ended is a ProcessEnd. A crash (SIGSEGV, SIGABRT, ...) and an exit status come from the program that the process
 ran. Any other signal comes from outside: SIGKILL as the system sends it when memory runs out, SIGTERM from a launcher.
@@ -33,7 +33,7 @@ from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES,
 from shardproof.harness.torch_internals.lookup import replace_attribute
 
 OUR_STATUS = 70
-"""The exit status of a rank's process that a bug of this package has ended: EX_SOFTWARE of sysexits.h."""
+"""The exit status of a rank's process that ended by a bug of this package: EX_SOFTWARE of sysexits.h."""
 _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
 
 
@@ -54,16 +54,16 @@ def process_end(code: int) -> ProcessEnd:
 
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""A worker prints the stacks of all its threads when it comes."""
+"""On this signal a worker prints the stacks of all its threads."""
 _BURIAL_S = 2.0
-"""How long it may take, on a busy machine, to learn how a worker ended whose pipe has closed."""
+"""How long a busy machine may take to report how a worker ended whose pipe has closed."""
 _MESSAGE_S = 30.0
-"""How long the rest of a message that has begun is awaited, or a message may take to be taken."""
+"""How long to wait for the rest of a message, or for a message to be received."""
 _SERVER_DIED = 255
 """multiprocessing's exit code of a worker whose fork server has ended."""
 _GONE = ProcessEnd("its process is gone")
 _BEGIN = b"begin"
-"""The driver's first message: it has written all that it writes to the sentinel of a driver."""
+"""The driver's first message: it has written all that it will write to the sentinel of a driver."""
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CALLERS = 3
 Key = TypeVar("Key")
@@ -83,13 +83,13 @@ class StackLine(NamedTuple):
 class Worker:
     """The driver's end of a worker: its `process` and the `pipe` to it.
 
-    `memory` is a descriptor of what both see, `recording` the flight recorder in it.
+    `memory` is a descriptor of the memory that both see, `recording` the flight recorder in it.
     """
 
     def __init__(self, start: Any, target: Callable[..., object], *words: Any, leads: bool = False) -> None:
-        """Start one that calls `target(pipe, memory, *words)` with its own ends.
+        """Start a worker that calls `target(pipe, memory, *words)` with its own ends.
 
-        `start` is a context of multiprocessing. A worker that `leads` is killed with all that it has started.
+        `start` is a context of multiprocessing. A worker that `leads` is killed together with all that it has started.
         """
         ours, theirs = socket.socketpair()
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -100,9 +100,9 @@ class Worker:
         forks = start.get_start_method() == "fork"
         inherited = (self.pipe, multiprocessing.get_start_method(allow_none=True)) if forks else (None, None)
         with Connection(theirs.detach()) as other, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside the thread of a progress bar
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside another thread (a progress bar)
             words = (inherited, other, _Memory(self.memory), leads, target, words)
-            self.process = start.Process(target=_live, args=words, name="MainProcess")  # as programs find it elsewhere
+            self.process = start.Process(target=_live, args=words, name="MainProcess")  # the name that programs expect
             try:
                 with nullcontext() if forks else replace_attribute(spawn, "get_preparation_data", _preparation_words):
                     self.process.start()
@@ -122,7 +122,7 @@ class Worker:
             self.pipe.send_bytes(message)
 
     def end(self, limit_s: float = _BURIAL_S) -> ProcessEnd | None:
-        """How it ended, and what it has started too if it leads; None where it has not ended after this time."""
+        """How it ended, with what it has started if it leads; None if it has not ended after this time."""
         self.process.join(limit_s)
         code = self.process.exitcode
         if code is None:
@@ -130,7 +130,7 @@ class Worker:
         is_there = code == _SERVER_DIED and self._is_there()
         if self._leads:
             self._kill(os.killpg)
-            self._leads = False  # the number may be another's by and by
+            self._leads = False  # another process may get the number
         return ProcessEnd("its fork server has ended") if is_there else process_end(code)
 
     def kill(self) -> ProcessEnd:
@@ -142,7 +142,7 @@ class Worker:
         return self.end() or _GONE
 
     def close(self, leave_s: float = 0.0) -> None:
-        """End it, at once or when it has not ended by itself after this time. A second time does nothing."""
+        """End it, at once or if it has not ended by itself after this time. A second call does nothing."""
         self.pipe.close()
         if self.memory >= 0:
             if self.end(leave_s) is None:
@@ -157,7 +157,7 @@ class Worker:
         return tuple(itertools.takewhile(lambda frame: frame.file != end, frames))
 
     def crashed_at(self) -> str:
-        """Where it was when it crashed, in the user's code, innermost first; "" where nothing is known."""
+        """The stack in the user's code at which it crashed, innermost first; "" if unknown."""
         frames = [str(frame) for frame in self.stack("Current thread 0x", __file__) if is_user(frame.file)]
         return ", called from ".join(frames[:_CALLERS])
 
@@ -192,7 +192,7 @@ def receive(workers: Mapping[Worker, Key], limit_s: float | None) -> Iterator[tu
 
 
 def _preparation_words(name: str) -> dict[str, object]:
-    """Words of multiprocessing for a fresh process; nothing of `__main__`, which may be a script without a guard."""
+    """What multiprocessing tells a new process; nothing of `__main__`, which may be a script without a guard."""
     return {"name": name, "sys_path": [*sys.path], "dir": os.getcwd()}
 
 
@@ -232,22 +232,22 @@ def _live(
         reopen_output()
         faulthandler.enable(memory.descriptor)
         faulthandler.register(STACK_SIGNAL, file=memory.descriptor, all_threads=True)
-        gc.freeze()  # what is loaded now stays: it is shared with other processes, and never scanned again
+        gc.freeze()  # what is loaded now stays: it is shared with other processes, and never collected
         target(pipe, memory.descriptor, *words)
         status = 0
-    except (EOFError, ConnectionError):  # the driver has closed the pipe: this worker is not needed any more
+    except (EOFError, ConnectionError):  # the driver has closed the pipe, and does not need this worker
         status = 0
     except SystemExit as leaving:  # of what the program has outside of a rank, such as its imports
         status = leaving.code if isinstance(leaving.code, int) else 1
-    except BaseException:  # a bug of this package, which must not look like one of the program's
+    except BaseException:  # a bug of this package must not look like one of the program
         traceback.print_exc()
-    sys.exit(status)  # in good order: a profiler loses what a process saw last that ends otherwise
+    sys.exit(status)  # exit normally: otherwise a profiler loses the last events of the process
 
 
 def _end_with_driver() -> None:
     """Have Linux kill this process, with what it has started if it leads, when its driver is gone.
 
-    Nothing is written to the sentinel any more, so that a signal of it means its end.
+    Nothing more is written to the sentinel, so a signal of it means its end.
     """
     driver = multiprocessing.parent_process()
     if sys.platform == "linux" and driver is not None:
@@ -258,7 +258,7 @@ def _end_with_driver() -> None:
 
 def reopen_output() -> None:
     """Write from now on, through handlers of loggers too, to files without the locks that a thread of a progress bar
-    held when this process was forked.
+    may have held when this process was forked.
     """
     for name in ("stdout", "stderr"):
         before = getattr(sys, name)
@@ -280,7 +280,7 @@ def handlers_of(*streams: Any) -> "list[logging.StreamHandler[Any]]":
 
 
 def _reopen_stream(stream: TextIO) -> TextIO:
-    """Another file of the same descriptor; the stream itself where it has none."""
+    """Another file of the same descriptor; the stream itself if it has none."""
     try:
         return os.fdopen(os.dup(stream.fileno()), "w", 1, encoding=stream.encoding, errors=stream.errors)
     except (OSError, ValueError, AttributeError):

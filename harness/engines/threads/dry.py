@@ -38,9 +38,9 @@ _REFUSED = re.compile(
     r"|INTERNAL ASSERT FAILED",
     re.IGNORECASE,
 )
-"""torch's errors when a tensor of the meta device has no data, meets one that has, or an operator lacks that device.
+"""torch's errors if a tensor of the meta device has no data or meets one that has, or if an operator lacks that device.
 
-Its C++ asserts results that works of the fake group do not have: so does the reducer of DistributedDataParallel.
+Its C++ asserts results that works of the fake group do not have, as the reducer of DistributedDataParallel does.
 """
 _TORCH = str(Path(torch.__file__).parent)
 _GRACE_S = 5.0
@@ -61,7 +61,8 @@ class DryEngine(Engine):
         """The results on these ranks, in their order.
 
         The time limit is for each of them, in seconds of the processor; on the clock it may be ten times as long.
-        Raises RequestError, NoNumbers, NotComputed, RankRaised or MachineError (a TimeLimit, or what torch lacks).
+        Raises RequestError, NoNumbers, NotComputed, RankRaised or MachineError (a TimeLimit, or a feature that torch
+        lacks).
         """
         self._require_open()
         for rank in ranks:
@@ -107,7 +108,8 @@ def _result_of_rank(request: RunRequest, rank: int) -> Any:
 def _join_thread(thread: RankThread, timeout_s: float) -> bool:
     """Wait for the rank's end, and no other's.
 
-    The limit is of processor time: a busy machine makes no time-out. On the clock the rank may take ten times as long.
+    The limit is of processor time, so that a busy machine causes no time-out. On the clock the rank may take ten times
+    as long.
     """
     began_s, latest_s = time.process_time(), time.monotonic() + LONGEST * timeout_s
     while not thread.wait_for_end(min(1.0, timeout_s)):
@@ -156,7 +158,7 @@ def _failure_of_rank(error: BaseException, rank: int, world_size: int) -> NoNumb
 def _wants_numbers(error: BaseException) -> bool:
     """Whether torch refused because a tensor of the meta device has no data, or because it met one that has.
 
-    So too when torch's own code fails in an assertion or for want of a name: some of it was not made for this device.
+    Also if torch's own code fails in an assertion or lacks a name: some of it was not made for this device.
     """
     if isinstance(error, RuntimeError | ValueError | TypeError):
         return bool(_REFUSED.search(str(error)))

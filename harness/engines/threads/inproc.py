@@ -113,7 +113,7 @@ def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:
 
 
 def raised_alike(raised: Sequence[Raised], world_size: int) -> bool:
-    """Whether all ranks raised one exception at one line: none of them left behind what the others raised about."""
+    """Whether all ranks raised one exception at one line: then no state that one left behind caused it."""
     places = {(type(entry.error), place_raised(entry.error.__traceback__)) for entry in raised}
     return len(raised) == world_size and len(places) == 1
 
@@ -133,26 +133,26 @@ def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
         place, does = caller_of(frames[rank]), "is blocked" if rank in blocked else "runs"
         texts.append(f"rank {rank} {does}" + (f" at {place}" if place else ""))
     text = f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was between two calls'}"
-    if busy := scheduler.starvation.words:  # what looks blocked may only wait for its turn
+    if busy := scheduler.starvation.words:  # a thread that looks blocked may only wait for its turn
         return RootCause(f"{text}; {busy}; legal: --timeout {LONGEST * timeout_s:g}", tuple(running))
     return RootCause(text + (_BLOCKED if blocked else ""), tuple(running))
 
 
 def of_guests(scheduler: Scheduler) -> RootCause:
-    """No rank can go on, and threads that ranks started want to call for them."""
+    """No rank can go on, and threads that ranks started are waiting to make calls for them."""
     texts = [f"rank {rank} calls {why}" for rank, why in sorted(scheduler.guests.items())]
     rule = "while its own thread waits in another call, and the threads of a rank call one at a time here"
     return RootCause(f"{', '.join(texts)} {rule}; legal: --engine pool", tuple(sorted(scheduler.guests)), UNSERVED)
 
 
 _ALREADY = re.compile(r"already|\btwice\b|more than once|only once", re.IGNORECASE)
-"""Words of an exception about state that was not expected: another rank has left it there."""
+"""The words of an exception on unexpected state, which another rank may have left."""
 _NO_CUDA = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA support|a CUDA build|'_cuda_\w+'")
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 
 
 def hint_at(error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
-    """A clause for the message of an exception that a rank raised, "" where nothing is known.
+    """A clause for the message of an exception that a rank raised; "" if nothing is known.
 
     `others_ran`: other ranks had run before, and may have left state behind. `per_rank`: modules whose state each rank
     has for itself.
@@ -182,7 +182,9 @@ _KEY = "BackendSelect"
 
 
 class Unmapped:
-    """The operators of c10d that OPERATORS lacks; looked for again when modules were imported, since it takes 3 ms."""
+    """The operators of c10d that OPERATORS lacks; searched again only after modules were imported,
+    since it takes 3 ms.
+    """
 
     def __init__(self) -> None:
         self._modules = 0
@@ -201,7 +203,7 @@ class Unmapped:
             return
         with kernels("c10d", _KEY) as add:
             for name, operator in self._operators.items():
-                if not has_kernel(f"c10d::{name}", _KEY):  # a recorder of real backends has one
+                if not has_kernel(f"c10d::{name}", _KEY):  # recorders of real backends have one
                     add(name, _kernel_of(name, operator), with_keyset=True)
             yield
 
@@ -231,10 +233,10 @@ def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
 
 
 class Intervention:
-    """Makes the parts of one run: these as they are, and the base of those that change something."""
+    """Makes the parts of one run: these, unchanged. Subclasses change something."""
 
     def places(self, names: Sequence[str]) -> tuple[Namespace, ...]:
-        """Where every rank has a state of its own: that of the modules of these names."""
+        """Where every rank has state of its own: the modules of these names."""
         return namespaces_of(names)
 
     def hint(self, error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
@@ -274,14 +276,14 @@ class Intervened(Engine):
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
 _ALIKE_S = 1.0
-"""The same where it matters whether all of them raise alike."""
+"""The same if it matters whether all of them raise alike."""
 
 
 class InprocEngine(Engine):
     """Runs programs on ranks that are threads.
 
     During a run torch uses one thread. Number of threads, random streams, default dtype, the state of the modules that
-    `per_rank` names and torch.distributed are restored after it, also when it fails.
+    `per_rank` names and torch.distributed are restored after it, also if it fails.
     """
 
     name = "inproc"
@@ -389,7 +391,7 @@ class _Run:
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
-        """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
+        """Words that may help; `shared`: another rank may have left the state of which the first one complains."""
         return self._parts.hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> RootCause | None:

@@ -87,7 +87,7 @@ class _Waited(dist.Work):
         """None."""
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A completed future of the outputs, after a wait: C++ would wait for it and no other rank could run."""
+        """A completed future of the outputs, made after a wait: C++ would wait for it, and no other rank could run."""
         future: Future[list[Tensor]] = Future()
         future.set_result(self.result())
         return future
@@ -109,7 +109,7 @@ class Work(_Waited):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is complete. Where it is not, other ranks run first: a program may ask until it is."""
+        """Whether the call is complete. If it is not, other ranks run first: a program may ask until it is."""
         return self._ask(self._call)
 
     def result(self) -> list[Tensor]:
@@ -118,7 +118,7 @@ class Work(_Waited):
         return list(self._call.outputs)
 
     def source_rank(self) -> int:
-        """The group rank of the sender, of a receive that is complete; -1 for other calls."""
+        """The group rank of the sender, for a receive that is complete; -1 for other calls."""
         event = self._call.event
         return event.peer if isinstance(event, PendingMessage) and self._call.signature.op == "recv" else -1
 
@@ -192,8 +192,9 @@ class CollectiveMatcher:
         return group
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:
-        """Rank `rank` makes the world's group `number`; of the same ranks as the first rank to make it, else it is
-        parked."""
+        """Rank `rank` makes the world's group `number`. If its ranks are not those of the first rank to make it, it is
+        parked.
+        """
         first, others = self._made.setdefault((life, number), (rank, ranks))
         if others != ranks:
             size = len(self.waiting)
@@ -269,9 +270,9 @@ class CollectiveMatcher:
             raise RuntimeError(f"{call.signature.op}: {event.error}") from event.error
 
     def ask(self, call: RankCall) -> bool:
-        """Whether a call is complete, after other ranks had their turn where it was not. Raises Aborted.
+        """Whether a call is complete; if it is not, after other ranks had their turn. Raises Aborted.
 
-        A program that is told so needs no wait, but for the error of a call that could not be computed.
+        A program that learns this needs no wait, except for the error of a call that could not be computed.
         """
         event = call.event
         if not event.done and get_ident() == self.scheduler.idents[call.rank]:
@@ -292,7 +293,7 @@ class CollectiveMatcher:
             self.observer.on_completion(call.rank, call.ticket)
 
     def find_unwaited(self) -> tuple[Unwaited, ...]:
-        """After the run: asynchronous works that were never waited for; the observer gets their completion now.
+        """After the run: asynchronous works that were never waited for; the observer now gets their completion.
 
         Results that wait when they are read are not among them: nothing read them.
         """
@@ -307,7 +308,7 @@ class CollectiveMatcher:
         return tuple(found)
 
     def _admit(self, call: RankCall) -> None:
-        """Another thread than the one that acts for the rank: it goes on in its place, if the rank started it."""
+        """A thread other than the one that acts for the rank: it takes over, if the rank started it."""
         mine = rank_tables()
         if mine is None or mine.matcher is not self or mine.rank != call.rank:
             raise RuntimeError(
@@ -323,7 +324,7 @@ class CollectiveMatcher:
         self.open[call.rank][call] = None
 
     def _complete(self, call: RankCall, collective: PendingCollective) -> None:
-        """The last rank has issued the collective: compute, and wake the ranks that wait."""
+        """The last rank has issued the collective: compute it, and wake the ranks that wait."""
         group, signature = call.group, collective.signature
         try:
             perform(call.combine, collective.issued, signature.reduce_op, signature.root)

@@ -44,7 +44,7 @@ _TorchGroup: Any = dist.ProcessGroup
 
 @answers_torch
 class GroupFacts(_TorchGroup):
-    """Rank `member` of a group, under torch's names for its facts; `splits` counts its calls of split_group."""
+    """Rank `member` of a group, with torch's names for its attributes; `splits` counts its calls of split_group."""
 
     def __init__(self, group: RankGroup, member: int, name: str) -> None:
         super().__init__(member, len(group.ranks))
@@ -78,7 +78,7 @@ class GroupFacts(_TorchGroup):
         return self._group.description
 
     def getBackendName(self) -> str:
-        """Not a name of C++, which would look for that backend's object. dist.get_backend returns gloo."""
+        """No name of a C++ backend, for whose object torch would look. dist.get_backend returns gloo."""
         return "inproc"
 
     def get_backend(self, device: torch.device) -> Self:
@@ -91,7 +91,7 @@ class GroupFacts(_TorchGroup):
         return [torch.device("cpu"), torch.device("cuda")]
 
     def has_hooks(self) -> bool:
-        """False: torch's hooks are of its backends."""
+        """False: torch's hooks belong to its backends."""
         return False
 
     def get_group_store(self) -> Any:
@@ -251,7 +251,7 @@ class InprocGroup(GroupFacts):
         return self._issue(signature, Operands((), ()), arithmetic.meet, (), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier: a rank that never issues it ends the run at once, so there is nothing to monitor."""
+        """A barrier. A rank that never issues it ends the run at once, so there is nothing to monitor."""
         opts = dist.BarrierOptions()
         opts.asyncOp = False
         self.barrier(opts)

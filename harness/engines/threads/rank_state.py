@@ -33,7 +33,7 @@ from shardproof.harness.torch_internals.autograd import generator_address
 _WORDS = 624
 _BYTES = 4 * (1 + _WORDS)
 _HAS_GAUSS = 3
-"""Where numpy's legacy state has the flag that the second of two normal numbers is kept for the next draw."""
+"""The index in numpy's legacy state of the flag that a second normal number is kept for the next draw."""
 
 
 class _Stream(NamedTuple):
@@ -117,7 +117,7 @@ def _seeded_state(seed: int) -> torch.Tensor:
 
 
 def _make_reader(address: int, words: int, step: int = 1) -> Callable[[], bytes]:
-    """A function that reads every `step`-th of some 32-bit words of this process."""
+    """A function that reads every `step`-th of some 32-bit words in the memory of this process."""
     return memoryview((ctypes.c_uint32 * words).from_address(address))[::step].tobytes
 
 
@@ -128,7 +128,7 @@ def _torch_mark() -> Callable[[], Any]:
     seed = 0x1234567890ABCDEF
     place = generator_address(probe.manual_seed(seed))
     head = b"" if place is None else ctypes.string_at(place, 512)
-    offset = head.find(seed.to_bytes(8, sys.byteorder))  # in 512 bytes: the words alone are more than that
+    offset = head.find(seed.to_bytes(8, sys.byteorder))  # 512 bytes is less than the words alone take
     if offset < 0 or struct.unpack_from("=i?3xII", head, offset + 8) != (1, True, 0, seed % 2**32):
         return lambda: generator.get_state().numpy().tobytes()
     address = (generator_address(generator) or 0) + offset
@@ -224,7 +224,7 @@ _FOREIGN = frozenset(sys.stdlib_module_names) | {"numpy", "torch"}
 
 
 class Namespace(Protocol):
-    """Something that has names with values."""
+    """Something with names that have values."""
 
     def read(self) -> Names:
         """The names and values that it has now."""
@@ -234,7 +234,7 @@ class Namespace(Protocol):
 
 
 class _Dict:
-    """The globals of a module, or the attributes of an instance: the dict itself, which functions hold too."""
+    """The globals of a module, or the attributes of an instance: the dict itself, which functions refer to as well."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
@@ -244,7 +244,7 @@ class _Dict:
         return dict(self._names)
 
     def write(self, names: Names) -> None:
-        """See Namespace. Never empty in between, since destructors may look into it."""
+        """See Namespace. It is never empty meanwhile, since destructors may read it."""
         self._names.update(names)
         if len(self._names) != len(names):
             for name in self._names.keys() - names.keys():
@@ -312,14 +312,14 @@ def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
 
 
 def copy_places(places: Iterable[Namespace]) -> list[Names]:
-    """For one rank: what the places have now, in containers of its own."""
+    """For one rank: the current content of the places, with containers of its own."""
     copies: dict[int, Any] = {}
     return [{name: _copy_containers(value, copies) for name, value in place.read().items()} for place in places]
 
 
 @contextmanager
 def own_state(names: Sequence[str]) -> Iterator[None]:
-    """Undo the body's changes in these modules. Raises RequestError as `namespaces_of`."""
+    """Undo the body's changes in these modules. Raises RequestError as `namespaces_of` does."""
     places = namespaces_of(names)
     before = [place.read() for place in places]
     for place, mine in zip(places, copy_places(places), strict=True):
@@ -340,7 +340,7 @@ def _import_optional(name: str) -> ModuleType:
 
 
 def _as_place(value: Any, modules: Sequence[str]) -> Namespace | None:
-    """The value as a place, None for one that is shared."""
+    """The value as a place; None for one that is shared."""
     if isinstance(value, type):
         return _Class(value) if value.__module__ in modules and not isinstance(value, EnumMeta) else None
     if isinstance(value, FunctionType):

@@ -1,19 +1,19 @@
-"""Threads for ranks, used again only when the program before left nothing behind in them, and those that ranks start.
+"""Threads for ranks, used again only if the program before left nothing in them, and threads that ranks start.
 
 torch and user code keep caches and switches per thread: meshes, DTensor's sharding decisions, grad mode, autocast. A
-new thread for every rank would be the simple way to start clean. So a thread is used again if its Python thread-locals
-and torch's switches are exactly as at its birth; else it is thrown away. Where Python hides its thread-locals, every
-thread is new.
+new thread for every rank would be the simple way to start clean, but costs time. So a thread is used again if its
+Python thread-locals and torch's switches are exactly as at its birth; else it is thrown away. Where Python hides its
+thread-locals, every thread is new.
 
-A thread that a rank starts is in the world of the rank, and so is what it gives to an executor's threads. They are
-daemons, and no executor of theirs is waited for when the process ends: a thread blocked for good does not keep it. When
-a run fails, those that still run Python code are ended.
+A thread that a rank starts is in the world of the rank, and so are tasks that it gives to an executor's threads. They
+are daemons, and the process does not wait for executors of theirs when it ends, so a thread that is blocked for good
+does not keep it. When a run fails, those that still run Python code are ended.
 
 Rank threads share one arena of the C library's allocator, so that memory that one rank has freed is warm for the next.
-The setting holds for all threads born later in this process. They lose nothing but speed, and only if many allocate at
-a time. But cases of many shapes leave such an arena full of holes. A process that proves thousands of them would keep a
-gigabyte for a third of one in use, so freed memory is returned between runs. Both are glibc's; elsewhere nothing is
-done. Bytes.
+The setting holds for all threads born later in this process. They lose only speed, and only if many allocate at a time.
+But cases of many shapes leave holes in such an arena: a process that proves thousands of them would keep a gigabyte for
+a third of one in use. So freed memory is returned between runs. Both are features of glibc; elsewhere nothing is done.
+Bytes.
 """
 
 import concurrent.futures.thread as executors
@@ -45,7 +45,9 @@ _STATM = Path("/proc/self/statm")
 
 
 class Heap:
-    """Memory of this process; looked at once in several runs, for a system call between two small ones shows."""
+    """The memory of this process, read once in several runs, since a system call between two small
+    runs is noticeable.
+    """
 
     def __init__(self, slack_bytes: int = _SLACK_BYTES, every: int = _EVERY) -> None:
         self._slack_bytes = slack_bytes
@@ -54,7 +56,7 @@ class Heap:
         self._needed_bytes = resident_bytes()
 
     def settle(self) -> None:
-        """A run is over: return freed memory if the process grew by more than the slack since that was done last."""
+        """A run is over: return freed memory if the process grew by more than the slack since it was last returned."""
         self._runs += 1
         if self._runs % self._every:
             return
@@ -64,7 +66,7 @@ class Heap:
 
 
 def resident_bytes() -> int:
-    """This process's memory in use, as Linux counts it; 0 where the system does not count it."""
+    """The memory of this process in use, as Linux counts it; 0 on systems that do not."""
     try:
         return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -72,7 +74,7 @@ def resident_bytes() -> int:
 
 
 def share_one_arena() -> None:
-    """glibc gives every new thread an arena of its own; ranks that take turns do better with one."""
+    """glibc gives every new thread an arena of its own; for ranks that take turns one is better."""
     if mallopt := getattr(_C, "mallopt", None):
         mallopt(_M_ARENA_MAX, 1)
 
@@ -110,12 +112,12 @@ class RankThread:
     def reusable(self) -> bool:
         """Whether it can run another job; known when `wait_for_end` has said that the last one has ended.
 
-        An interruption may have come when the job was over already, and then ends the thread itself.
+        An interruption may come when the job is already over; then it ends the thread itself.
         """
         return self._clean and not self._interrupted
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait for the end of the job; True when it came in time. Not to be called again after True."""
+        """Wait for the end of the job. Returns whether it came in time. Not to be called again after True."""
         return self._ended.acquire(timeout=timeout_s)
 
     def interrupt(self) -> None:
@@ -126,7 +128,7 @@ class RankThread:
     def _serve(self) -> None:
         with suppress(Aborted):
             _wait_for_the_waking_thread()
-            # No variable holds the dict: the traceback of an exception keeps this frame longer than the thread, and
+            # No variable holds the dict. The traceback of an exception keeps this frame longer than the thread, and
             # DTensor's caches, which lie in the dict, abort the process when they outlive their thread.
             born = _state_of_thread(_thread_dict()) if _shows_thread_locals(_thread_dict()) else None
             while not self._interrupted:
@@ -152,7 +154,7 @@ class RankThreads:
         self._idle: list[RankThread] = []
 
     def take(self, count: int) -> list[RankThread]:
-        """`count` threads; new ones as far as needed."""
+        """`count` threads, of which some may be new."""
         # Measured: 2, 4, 8 small ranks take 5.1, 8.9, 16.6 ms of processor time, on new threads 5.8, 9.7, 18.2.
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
         taken += [RankThread() for _ in range(count - len(taken))]
@@ -184,7 +186,7 @@ def interrupt(thread: threading.Thread) -> None:
 
 
 class _ReportOthers:
-    """A hook for exceptions that nothing handles, which leaves out Aborted.
+    """A hook for unhandled exceptions that leaves out Aborted.
 
     An interruption may come while the thread is in a callback of a weak reference, or in `__del__`. Python drops it
     there with a message on the terminal, and the scheduler interrupts once more. The last one may come when the thread
@@ -195,7 +197,7 @@ class _ReportOthers:
         self._hook = hook
 
     def __call__(self, unhandled: Any) -> None:
-        """Hand all but Aborted to the hook that was there."""
+        """Pass all exceptions but Aborted to the hook that was there."""
         if not (isinstance(unhandled.exc_type, type) and issubclass(unhandled.exc_type, Aborted)):
             self._hook(unhandled)
 
@@ -205,9 +207,9 @@ def do_nothing(*_: object) -> None:
 
 
 def _wait_for_the_waking_thread() -> None:
-    """Where Linux has it: the calling thread, when woken, waits until the thread that woke it sleeps.
+    """On Linux: the calling thread, when woken, waits until the thread that woke it sleeps.
 
-    The waking thread holds the interpreter until then, so to run at once would cost two context switches for nothing.
+    The waking thread holds the interpreter until then, so running at once would cost two context switches for nothing.
     Threads and processes that the rank starts do not inherit this.
     """
     # Measured on 2 idle cores: 2, 4, 8 small ranks take 1.4 times what bare ranks do, without it 1.4, 1.6 and 1.7.
@@ -247,14 +249,14 @@ def _state_of_thread(own: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 _LOOKS = 20
-"""Looks, a millisecond or more apart, at which a thread must be at the same place to stand still."""
+"""How many looks, a millisecond or more apart, must find a thread at the same place for it to stand still."""
 _TASK = Path("/proc/self/task")
 _WAITS_IN = (threading.__file__, executors.__file__)
 
 
 @contextmanager
 def follow_threads(left: Callable[[Any], None]) -> Iterator[None]:
-    """Within it, threads that ranks start are in their worlds; `left(tables)` is called in each when it is done."""
+    """Inside, threads that ranks start are in their worlds; `left(tables)` is called in each when it is done."""
     start, submit, started = threading.Thread.start, ThreadPoolExecutor.submit, list[threading.Thread]()
 
     def start_of_rank(thread: threading.Thread) -> None:
@@ -306,7 +308,7 @@ def _as_rank(tables: Any, left: Callable[[Any], None], function: Callable[..., A
 class Stillness:
     """Looks at one thread again and again: whether it is blocked (a lock, a queue, a sleep) or has ended.
 
-    `strictly`: not even awake in between, as a thread is that sleeps again and again. Linux alone shows it.
+    `strictly`: it was not even awake in between, as a thread is that sleeps again and again. Linux alone shows it.
     """
 
     def __init__(self, ident: int, *, strictly: bool = False) -> None:
@@ -326,7 +328,7 @@ class Stillness:
         return self._times >= _LOOKS
 
     def _sleeps(self, file: str) -> bool:
-        """By Linux; elsewhere only code of Python that waits for threads is known to sleep."""
+        """Whether the thread sleeps, by Linux; elsewhere only Python code that waits for threads is known to sleep."""
         state = self._read_file("stat").rpartition(b")")[2].split()
         return state[0] != b"R" if state else file in _WAITS_IN
 

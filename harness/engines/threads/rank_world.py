@@ -39,12 +39,12 @@ from shardproof.harness.torch_internals.world import (
 )
 
 OwnWords = dict[str, str | None]
-"""Words of a rank's environment beside the process's: word -> value, None where the rank has deleted it."""
+"""The environment variables of a rank that differ from the process's; None for those that the rank has deleted."""
 _Environ: Any = type(os.environ)
 
 
 class _RankedEnviron(_Environ):
-    """The process's environment, in which a rank has words of its own."""
+    """The process's environment, with variables of its own for each rank."""
 
     _of_thread: Callable[[], OwnWords | None]
     _changed: set[str]
@@ -88,7 +88,7 @@ class _RankedEnviron(_Environ):
 
 @contextmanager
 def environ_by_rank(of_thread: Callable[[], OwnWords | None]) -> Iterator[None]:
-    """Within it os.environ answers each thread with the words that `of_thread` gives it; None: with the process's."""
+    """Inside, os.environ answers each thread with the variables that `of_thread` returns; None: with the process's."""
     environ: Any = os.environ
     environ._of_thread, environ._changed = of_thread, set()
     environ.__class__ = _RankedEnviron
@@ -165,7 +165,9 @@ def leave_uninitialised() -> None:
 
 
 def _make_default(mine: _Rank) -> None:
-    """The default group; after destroy_process_group a new life of it, matched only with that of other ranks."""
+    """The default group. After destroy_process_group it has a new life, matched only with the same
+    life of other ranks.
+    """
     mine.life += 1
     mine.group_count = 1
     ranks = tuple(range(mine.world_size))
@@ -174,7 +176,7 @@ def _make_default(mine: _Rank) -> None:
 
 
 def _make_group(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
-    """Make a rank's process group, entered in its tables as torch enters one."""
+    """Make a rank's process group, and enter it in its tables as torch would."""
     group = mine.matcher.group(mine.life, name, ranks, description)
     if group.store is None:
         group.store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)
@@ -191,7 +193,7 @@ def _make_group(mine: _Rank, name: str, ranks: tuple[int, ...], description: str
 
 
 def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
-    """Stands for torch's maker of groups: (group, its store), (NON_GROUP_MEMBER, None) outside of it."""
+    """Replaces torch's maker of groups: (group, its store), or (NON_GROUP_MEMBER, None) for ranks outside of it."""
     mine, given = _rank_of_thread(), arguments.arguments
     if mine is None or str(given["backend"]) == "fake":
         return original(*arguments.args, **arguments.kwargs)
@@ -215,7 +217,7 @@ def _require_known(backend: str) -> None:
 
 
 def _init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """On a rank: hand out the world that exists. Raises ValueError for another size or rank, and for a second call."""
+    """On a rank: return the existing world. Raises ValueError for another size or rank, and for a second call."""
     mine = _rank_of_thread()
     if mine is None:
         return original(*args, **kwargs)

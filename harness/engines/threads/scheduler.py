@@ -29,7 +29,7 @@ from shardproof.harness.torch_internals.compiler import is_compiler
 _GRACE_S = 0.5
 """How long a rank may take to unwind before its thread is abandoned."""
 _LISTEN_S = 0.5
-"""How often the driver wakes up by itself: a Ctrl-C that comes just before it falls asleep does not wake it."""
+"""How often the driver wakes up by itself: a Ctrl-C just before it falls asleep does not wake it."""
 
 
 class RankStatus(Enum):
@@ -52,10 +52,10 @@ class RunEnd(Enum):
 
 
 class Scheduler:
-    """Runs `body(rank)` in one thread a rank. The ranks call `wait`, `wake` and `halt`, the driver the rest.
+    """Runs `body(rank)` in one thread for each rank. The ranks call `wait`, `wake` and `halt`, the driver the rest.
 
     `idents` are the identities of the threads that act for the ranks, as threading.get_ident returns them. Of the
-    threads of one rank one acts at a time: another takes over when that one is blocked or has ended. `guests` are the
+    threads of one rank one acts at a time: another takes over if that one is blocked or has ended. `guests` are the
     ranks of which a thread waits to take over, each with the call of that thread in words. `alive` is the engine's.
     """
 
@@ -105,18 +105,18 @@ class Scheduler:
         self._state.enter(rank)
 
     def wake(self, rank: int) -> None:
-        """A rank that waits may go on when its turn comes."""
+        """Let a rank that waits go on when its turn comes."""
         self.statuses[rank] = RankStatus.READY
         self._ready.append(rank)
 
     def halt(self) -> None:
-        """A rank failed: from the next change of turns on, the driver gives them."""
+        """A rank failed: from the next change of turns on, the driver decides who goes on."""
         self._halted = True
 
     # what other threads of a rank call
 
     def take_over(self, rank: int, why: str) -> None:
-        """Act for the rank from here on, as soon as the thread that does is blocked or has ended. Raises Aborted."""
+        """Act for the rank from here on, as soon as the thread that does so is blocked or has ended. Raises Aborted."""
         acting, still = 0, Stillness(0)
         self.guests[rank] = why
         while not self.stopping:
@@ -173,7 +173,7 @@ class Scheduler:
         while any(frames):
             if any(is_compiler(frame.f_code.co_filename) for frame in frames if frame):
                 return True
-            # A rank that runs may leave a frame while it is read: what then stands behind it may be no frame at all.
+            # A rank that runs may leave a frame while it is read; its memory may then hold something else.
             frames = [back if isinstance(back := frame.f_back, FrameType) else None for frame in frames if frame]
         return False
 
@@ -181,11 +181,13 @@ class Scheduler:
         """The innermost Python frame of every rank, None for those that have ended."""
         frames = sys._current_frames()
         found = [frames.get(ident) for ident in self.idents]
-        frames.clear()  # it has this frame too: a cycle would keep what all ranks held in their variables
+        frames.clear()  # this thread's own frame is among them: a cycle would keep all variables of the ranks
         return found
 
     def stop(self) -> tuple[int, ...]:
-        """End every rank: sleeping ones are woken to unwind, running ones interrupted. Returns those that went on."""
+        """End every rank: sleeping ones are woken to unwind, running ones interrupted. Returns
+        those that do not end.
+        """
         if not self.stopping:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)

@@ -1,1 +1,1 @@
-"""The folder that a recorded program has first on PYTHONPATH: Python imports the `sitecustomize` in it at its start."""
+"""The first folder on the PYTHONPATH of a recorded program: Python imports its `sitecustomize` at the start."""

@@ -1,9 +1,9 @@
 """Imported by Python at the start of every process of a recorded program; the program's own sitecustomize still runs.
 
-The hook imports nothing of torch. Once the program imports torch.distributed, `init_process_group` is replaced by one
-that calls it and then starts the recorder (harness.programs.arming). Once torch itself is imported, the recorder of
-values is armed where the session wants one. An error here is one line on standard error; the
-program runs on without being recorded.
+The hook imports nothing of torch. When the program has imported torch.distributed, `init_process_group` is replaced by
+one that calls it and then starts the recorder (harness.programs.arming). When torch itself is imported, the recorder of
+values is armed if the session wants one. An error here is one line on standard error; the program runs on without being
+recorded.
 """
 
 import importlib
@@ -17,11 +17,11 @@ from typing import Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
 _CALLS, _VALUES = "torch.distributed.distributed_c10d", "torch"
-"""The modules behind whose import calls and values are recorded."""
+"""The modules after whose import calls and values are recorded."""
 
 
 class _Armer:
-    """A finder that answers for one module, once: Python's own way to find it, and what is done after it ran."""
+    """A finder for one module, once: Python's own way to find it, and a function that is called after it ran."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -36,7 +36,7 @@ class _Armer:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                sys.meta_path.remove(self)  # not before: a program may only ask whether there is such a module
+                sys.meta_path.remove(self)  # not before it runs: a program may only ask whether the module exists
                 execute(module)
                 _arm(module, values=name == _VALUES)
 
@@ -47,7 +47,7 @@ class _Armer:
 def _arm(module: ModuleType, *, values: bool) -> None:
     try:
         if importlib.util.find_spec("shardproof") is None:
-            sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
+            sys.path.append(_HOME)  # after the program's own finders, which must find what they find without us
         if values:
             from shardproof.harness.programs.tensors.arming import arm_values  # noqa: PLC0415  (only torch's users pay)
 
@@ -61,7 +61,7 @@ def _arm(module: ModuleType, *, values: bool) -> None:
 
 
 def _run_the_programs_own() -> None:
-    """The sitecustomize that Python would have imported without this folder."""
+    """The sitecustomize that Python would import without this folder."""
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return

@@ -1,4 +1,4 @@
-"""torch's hooks of a process through which values are recorded: each asks for the recorder of the thread it is in."""
+"""torch's hooks of a process through which values are recorded. Each asks for the recorder of its thread."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,9 @@ from shardproof.harness.torch_internals.autograd import called_by
 
 
 class RecordingHooks:
-    """The hooks of this process. `recorder_of` is the recorder of the calling thread, None for a thread of no rank."""
+    """The hooks of this process. `recorder_of` returns the recorder of the calling thread, None for a thread of no
+    rank.
+    """
 
     def __init__(self, recorder_of: Callable[[], ValueRecorder | None]) -> None:
         self._recorder_of = recorder_of
@@ -27,7 +29,7 @@ class RecordingHooks:
         self._watches_fsdp = False
 
     def arm(self) -> None:
-        """Record every module that this process calls from now on, every backward, clipping and optimizer's step."""
+        """Record every module call, backward, clipping and optimizer step of this process from now on."""
         self._on_calls.enter_context(called_by(self._call))
         self._on_modules = register_module_forward_hook(self._on_output)
         register_optimizer_step_pre_hook(self._on_stepping)
@@ -50,8 +52,8 @@ class RecordingHooks:
             watch_clipping_of_fsdp(self._on_clipping, self._on_norm)
 
     def leave_modules(self) -> None:
-        """Record no more what modules return."""
-        self._on_modules.remove()  # those of optimizers may be under way, and torch does not copy their list
+        """Stop recording the outputs of modules."""
+        self._on_modules.remove()  # hooks of optimizers may be running, and torch does not copy their list
 
     def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder_of = self._recorder_of

@@ -1,9 +1,9 @@
-"""The initial weights of another recording in the place of a program's own (`--same-init`).
+"""Replaces the initial weights of a program by those of another recording (`--same-init`).
 
-A full value is put together from the parts that all ranks of the other launch recorded. A parameter gets its part as
-its own layout says; where nothing is stated, as its shape says: the whole, or the only cut along one dim for which
-there is one group of that size. Of several groups it is the one whose ranks drew parts of their own in an earlier
-recording of the launch: replicas draw the same.
+A full value is joined from the parts that all ranks of the other launch recorded. A parameter gets its part by its
+stated layout. If none is stated, its shape decides: it is whole, or sharded along the only dim and over the only group
+that fit. If several groups fit, it is the one whose ranks drew different parts in an earlier recording of the launch,
+since replicas draw the same.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from shardproof.harness.programs.values import RankValues, ValueRow, read_values
 from shardproof.harness.torch_internals.world import own_groups
 
 NO_CUT = "no one cut"
-"""How a reason begins that groups of ranks leave open: there are several of the size of a parameter's cut, or none."""
+"""The beginning of a reason: no group, or several, have the size of a parameter's shards."""
 _Parts = list[tuple[RankValues, ValueRow]]
 
 
 @dataclass(slots=True)
 class InitialValues:
-    """The initial values in `folder` ("": nothing is changed); `lacking`: what did not get one, and why.
+    """The initial values in `folder` ("": nothing is changed). `lacking` says what did not get one, and why.
 
-    `drawn`: digests of what the program drew itself for parameters of which several ranks hold a part; `parts_of` is a
+    `drawn`: digests of what the program drew itself for parameters of which several ranks hold a part. `parts_of` is a
     folder with those of all ranks ("": none).
     """
 
@@ -83,7 +83,7 @@ class InitialValues:
     def _write_parts(self, named: NamedParameter, full: Tensor) -> str:
         """Write a full value into a plain tensor, part by part. Returns why that is not possible, else ""."""
         tensor = named.tensor.data
-        positions = torch.arange(tensor.numel()).reshape(tensor.shape)  # a part of these says where the part lies
+        positions = torch.arange(tensor.numel()).reshape(tensor.shape)  # its parts state their offsets
         flat = tensor.reshape(-1) if tensor.is_contiguous() else None
         if flat is None:
             return "it is not contiguous"
@@ -102,7 +102,7 @@ class InitialValues:
         return ""
 
     def _find_offsets(self, named: NamedParameter, local: tuple[int, ...], full: Tensor) -> tuple[int, ...] | None:
-        """Where a rank's part begins by shape, and by what ranks drew: None unless there is only one possibility."""
+        """The offsets of a rank's part by shape, and by what ranks drew; None unless there is only one possibility."""
         shape = tuple(full.shape)
         if local == shape:
             return (0,) * len(shape)

@@ -1,8 +1,8 @@
-"""Where a rank's part of a tensor lies in the full one, as far as the program states it.
+"""The place of a rank's part in the full tensor, as far as the program states it.
 
 DTensors state it themselves (FSDP2's parameters too). DistributedDataParallel, the flat parameters of FSDP1, and the
-attributes that Megatron gives its parameters state it of parameters, and so of their gradients and states. Of anything
-else nothing is stated. Offsets and shapes count elements.
+attributes that Megatron gives its parameters state it for parameters, and so for their gradients and states. For
+anything else nothing is stated. Offsets and shapes count elements.
 """
 
 import math
@@ -20,7 +20,9 @@ from shardproof.harness.torch_internals.flat_parameters import Piece
 
 
 class StatedPart(NamedTuple):
-    """A rank's part of a tensor: the plain tensor, the fields of its row (values.ValueRow), what is added to a name."""
+    """A rank's part of a tensor: the plain tensor, the fields of its row (values.ValueRow), what is appended to its
+    name.
+    """
 
     local: Tensor
     words: Mapping[str, Any]
@@ -28,7 +30,7 @@ class StatedPart(NamedTuple):
 
 
 Split = Callable[[Tensor], list[StatedPart]]
-"""Cuts a parameter, or what has its shape, into the parts that are stated of it."""
+"""Splits a parameter, or a tensor of its shape, into the parts whose place is stated."""
 
 
 def split_value(value: Tensor) -> list[StatedPart]:
@@ -43,7 +45,7 @@ def split_value(value: Tensor) -> list[StatedPart]:
     words["replicated"] = any(axis[1] > 1 and placement.is_replicate() for axis, placement in placed)
     words["pending_axes"] = tuple(axis[0] for axis, placement in placed if placement.is_partial())
     norms = {getattr(placement, "norm_type", None) for _axis, placement in placed if placement.is_partial()} - {None}
-    if norms:  # the norm of sharded gradients, which only the program may reduce
+    if norms:  # the norm of sharded gradients, which the program alone may reduce
         words |= {"pending": f"norm {float(str(norms.pop())):g}", "offsets": (0,) * value.dim()}
         return [StatedPart(blocks(value.to_local())[0].local, words)]
     return [
@@ -53,7 +55,7 @@ def split_value(value: Tensor) -> list[StatedPart]:
 
 
 def split_of(parameter: Tensor, wrapper: nn.Module | None, piece: Piece | None) -> Split:
-    """How a parameter is cut: `wrapper` is the innermost DDP or FSDP2 module around it, `piece` its part in FSDP1."""
+    """How to split a parameter. `wrapper` is the innermost DDP or FSDP2 module around it, `piece` its part in FSDP1."""
     shape = tuple(parameter.shape)
     if piece is not None:
         stated: Split = lambda value: _piece(value, piece, ())  # noqa: E731  (two lines below it is one of four)
@@ -76,7 +78,7 @@ def split_of(parameter: Tensor, wrapper: nn.Module | None, piece: Piece | None) 
 
 
 def split_of_flat(flat: Tensor, pieces: tuple[Piece, ...]) -> Split:
-    """How the flat parameter of FSDP1 is cut: into the pieces of the parameters that it holds."""
+    """How to split the flat parameter of FSDP1 into the pieces of the parameters that it holds."""
     shape = tuple(flat.shape)
 
     def split(value: Tensor) -> list[StatedPart]:
@@ -89,7 +91,7 @@ def split_of_flat(flat: Tensor, pieces: tuple[Piece, ...]) -> Split:
 
 
 def find_place_in(parameter: Tensor, tensor: Tensor) -> int | None:
-    """How many elements of a parameter lie before a tensor that is a view of it, None for others."""
+    """The number of elements of a parameter before a tensor that is a view of it; None for other tensors."""
     plain = all(type(one).__torch_dispatch__ is Tensor.__torch_dispatch__ for one in (parameter, tensor))
     if not plain or tensor.dtype is not parameter.dtype or not tensor.numel():
         return None
@@ -99,11 +101,13 @@ def find_place_in(parameter: Tensor, tensor: Tensor) -> int | None:
 
 
 def split_of_master(parameter: Tensor, master: Tensor, split: Split) -> Split:
-    """How a parameter's master copy is cut: as it, if it is whole; one of a part of its memory is a flattened piece."""
+    """How to split the master copy of a parameter: as the parameter if it is whole; a copy of a part of it is a flat
+    piece.
+    """
     shape, start = tuple(parameter.shape), find_place_in(parameter, master)
 
     def split_flat(value: Tensor) -> list[StatedPart]:
-        if value.numel() == parameter.numel():  # whether other ranks have a copy, nobody has said of the master
+        if value.numel() == parameter.numel():  # nothing states whether other ranks have a copy of the master
             return [part._replace(words={**part.words, "replicated": False}) for part in split(value.reshape(shape))]
         whole = all(part.words.get("global_shape") in (None, shape) for part in split(parameter))
         if start is None or value.numel() != master.numel() or not whole:
@@ -115,7 +119,7 @@ def split_of_master(parameter: Tensor, master: Tensor, split: Split) -> Split:
 
 
 def _piece(local: Tensor, piece: Piece, at: tuple[int, ...]) -> list[StatedPart]:
-    """The part of a flattened parameter: the tensor itself, or `at` this offset of a flat one."""
+    """The part of a flattened parameter: the tensor itself, or the elements of a flat one from `at` on."""
     if not piece.length:
         return []
     own = local.reshape(-1) if not at else local.narrow(0, at[0], piece.length)
@@ -128,7 +132,7 @@ def _state_anew(words: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _of_group(group: Any, shape: tuple[int, ...]) -> Mapping[str, Any]:
-    """What DDP states of its parameters; whole they are only where its group is all ranks."""
+    """What DDP states of its parameters. They are replicas everywhere only if its group has all ranks."""
     size = dist.get_world_size(group)
     words: dict[str, Any] = {"stated_by": "ddp", "replicated": size > 1, "axes": (("ddp", size, dist.get_rank(group)),)}
     if size == dist.get_world_size():
@@ -137,7 +141,7 @@ def _of_group(group: Any, shape: tuple[int, ...]) -> Mapping[str, Any]:
 
 
 def _megatron(local: Tensor, parameter: Any) -> list[StatedPart]:
-    """What Megatron's attributes state of a parameter; `allreduce` false: it belongs to an expert."""
+    """What Megatron's attributes state of a parameter; with `allreduce` false it belongs to an expert."""
     kind = "tensor_model_parallel" if getattr(parameter, "allreduce", True) else "expert_tensor_parallel"
     size, rank = _parallel(kind)
     copies = _parallel("data_parallel" if kind == "tensor_model_parallel" else "expert_data_parallel")
@@ -157,11 +161,11 @@ def _megatron(local: Tensor, parameter: Any) -> list[StatedPart]:
 
 
 def _parallel(kind: str) -> tuple[int, int]:
-    """(size, own rank) of one of Megatron's groups; (1, 0) where it has none."""
+    """(size, own rank) of one of Megatron's groups; (1, 0) if there is no such group."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     try:
         return int(getattr(state, f"get_{kind}_world_size")()), int(getattr(state, f"get_{kind}_rank")())
-    except (AttributeError, AssertionError, ValueError, RuntimeError):  # what is not initialised raises what it likes
+    except (AttributeError, AssertionError, ValueError, RuntimeError):  # Megatron, before it is initialised
         return 1, 0
 
 

@@ -1,8 +1,8 @@
-"""What modules of a recorded program return, and the gradients of it: copied when forward hooks and tensor hooks come.
+"""Records the outputs of a program's modules by forward hooks, and the gradients of these outputs by tensor hooks.
 
-A module that is called in backward computes again what checkpointing let go of. Where the first call made no graph
-(reentrant checkpointing), gradients of its outputs are taken from the second. A hook of a gradient holds the words of a
-row and no tensor, so no graph lives longer for it.
+A module that is called in backward recomputes what activation checkpointing dropped. Where the first call made no graph
+(reentrant checkpointing), gradients of its outputs are taken from the second. A tensor hook keeps the row of a gradient
+and no tensor, so it keeps no graph alive.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from shardproof.harness.torch_internals.autograd import version_of
 
 @dataclass(slots=True)
 class _Seen:
-    """A tensor that was recorded: in which version, under which keys, and the rows that wait for its gradient."""
+    """A recorded tensor: its version then, its keys in the store, and the rows that wait for its gradient."""
 
     tensor: Any
     version: int
@@ -69,7 +69,7 @@ class ModuleValues:
             kept.clear()
 
     def enter(self, root: nn.Module, prefix: str, args: tuple[Any, ...], words: dict[str, Any]) -> None:
-        """An outermost module is called: what it is given are samples."""
+        """Record the arguments of an outermost module, the samples."""
         self._microbatch += 1
         self._random = _random_states()
         call = self._again[id(root)]
@@ -79,14 +79,14 @@ class ModuleValues:
             self.store.add(self.store.make_row("sample", place, call=call), tensor)
 
     def look_for_draws(self, module: nn.Module) -> None:
-        """What was drawn since the last look was drawn in this module."""
+        """Note `module` as one that draws random numbers if a generator has advanced since the last call of this."""
         if self._random != (now := _random_states()):
             self._random = now
             if (place := self.names.modules.get(id(module))) is not None:
                 self.drawn[place.name] = None
 
     def leave(self, module: nn.Module, output: object) -> None:
-        """A module has returned an output in forward."""
+        """Record what a module returned in forward."""
         place = self.names.modules.get(id(module))
         if place is None:
             return
@@ -102,13 +102,16 @@ class ModuleValues:
                     self._later.setdefault(id(module), []).append(later)
 
     def leave_again(self, module: nn.Module, output: object) -> None:
-        """A module has returned in backward what it returned in forward."""
+        """Take the gradients of a recomputed output for the rows of the output in forward, if that had no graph."""
         for leaf, tensor in tensors_in(output):
             if tensor.requires_grad and (found := self._find_later(id(module), leaf)) is not None:
                 self._await_gradient(tensor, found.waiting)
 
     def _find_later(self, module: int, leaf: str) -> _Later | None:
-        """The first call of the oldest micro-batch, where that is the only one: others may come in any order."""
+        """The waiting output of the oldest micro-batch, None if the module was called several times in that.
+
+        Several calls of one micro-batch may be recomputed in any order, so they cannot be told apart.
+        """
         waiting = [later for later in self._later.get(module, ()) if later.leaf == leaf]
         oldest = [later for later in waiting if later.microbatch == waiting[0].microbatch]
         for later in oldest:
@@ -140,7 +143,7 @@ class ModuleValues:
 
     def _take_gradient(self, waiting: list[ValueRow], gradient: Tensor) -> None:
         rows = [row for row in waiting if row.step == self.store.step]
-        waiting.clear()  # a graph that is kept gives its gradients again
+        waiting.clear()  # with retain_graph=True a second backward calls the hook again
         if rows and gradient is not None:
             keys = self.store.add(rows[0], gradient)
             for row in rows[1:]:
@@ -152,5 +155,5 @@ def _random_states() -> list[object]:
     states: list[object] = [torch.default_generator.get_state().numpy().tobytes()]
     if torch.cuda.is_initialized():
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        states += [generator.get_offset()] if generator.device.type == "cuda" else []  # lies on the host
+        states += [generator.get_offset()] if generator.device.type == "cuda" else []  # no wait for the GPU
     return states

@@ -1,8 +1,8 @@
-"""Names of the modules and parameters of a recorded program, without those that wrappers add.
+"""Names of the modules and parameters of a recorded program, without the names that wrappers add.
 
-The first module with parameters to train that nothing else encloses is the model, and its path is "". Modules that are
-called beside it (a discriminator, a criterion) are named below their class. A program may call parts of its model
-alone, as stages of a pipeline do: what encloses a part is seen when modules are put together.
+The first outermost module with trained parameters is the model, and its path is "". Modules that are called beside it
+(a discriminator, a criterion) are named by their class. A program may call parts of its model alone, as stages of a
+pipeline do: what contains a part is seen when modules are put together.
 """
 
 import sys
@@ -19,23 +19,23 @@ from shardproof.harness.torch_internals.flat_parameters import Piece, flat_param
 
 _WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _INSIDE = "module"
-"""The name of what DDP and engines wrap; a wrapper has nothing else."""
+"""The child that DDP and engines wrap; a wrapper has no other."""
 
 
 class ModulePath(NamedTuple):
-    """Path of a module or parameter without the names of wrappers, and with them."""
+    """The path of a module or parameter without the names of wrappers, and with them."""
 
     name: str
     wrapped: str
 
     def at(self, key: str, *, hidden: bool = False) -> "ModulePath":
-        """The path of what is called `key` in here; `hidden`: the name is a wrapper's."""
+        """The path of the child `key`; `hidden`: it is the name of a wrapper."""
         return ModulePath(self.name if hidden else _join_path(self.name, key), _join_path(self.wrapped, key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedParameter:
-    """A parameter or buffer; `alias_of` is the name under which it was met before, "" for the first."""
+    """A parameter or buffer. `alias_of` is the name under which it was met before, "" if this is the first."""
 
     place: ModulePath
     tensor: Tensor
@@ -45,7 +45,7 @@ class NamedParameter:
 
 @dataclass(slots=True)
 class _Around:
-    """What encloses a module: the innermost DDP or FSDP2 module, names that DDP ignores, parts in FSDP1 by identity."""
+    """What contains a module: the innermost DDP or FSDP2 module, names that DDP ignores, parts in FSDP1 by identity."""
 
     wrapper: nn.Module | None = None
     ignored: frozenset[str] = frozenset()
@@ -54,14 +54,14 @@ class _Around:
 
 
 class Enclosing:
-    """Modules by what they were last put into, from when it is made on."""
+    """The modules into which modules were put last, since it was made."""
 
     def __init__(self) -> None:
         self._parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         register_module_module_registration_hook(self._note_part)
 
     def find_outermost(self, module: nn.Module) -> nn.Module:
-        """The module that encloses this one and that nothing encloses; the module itself where none is known."""
+        """The outermost module that contains this one, or the module itself."""
         above, around = self._parents.get(module), module
         while above is not None and (parent := above()) is not None:
             if not any(child is around for child in parent.children()):
@@ -76,9 +76,9 @@ class Enclosing:
 
 @dataclass(slots=True)
 class Names:
-    """The modules that are called outermost, `modules` by identity (None: a wrapper), `parameters` likewise.
+    """The outermost modules; `modules` by identity (None: a wrapper), `parameters` likewise.
 
-    `listed` are the parameters that together are the model: no name twice, no memory twice.
+    `listed` are the parameters that make up the model, without a name or memory twice.
     """
 
     roots: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Names:
     _flat: set[int] = field(default_factory=set)
 
     def register(self, root: nn.Module) -> tuple[list[NamedParameter], list[NamedParameter]]:
-        """Name an outermost module and all in it. Returns its parameters and floating buffers, those that are new."""
+        """Name an outermost module and all modules in it. Returns its new parameters and floating buffers."""
         prefix = ""
         if self._has_model or not any(parameter.requires_grad for parameter in root.parameters()):
             kind = type(root).__name__
@@ -138,7 +138,7 @@ class Names:
     def _enter(
         self, module: nn.Module, place: ModulePath, around: _Around, parameters: list[NamedParameter]
     ) -> _Around:
-        """What encloses the parameters of a module; the flat parameter of FSDP1 is named here."""
+        """What contains the parameters of a module. Names the flat parameter of FSDP1."""
         if (found := flat_parameter(module)) is not None:
             flat, pieces = found
             if id(flat) not in self.parameters:
@@ -166,7 +166,7 @@ class Names:
 
 
 def _hidden_child(module: nn.Module) -> str:
-    """The name of the child that a wrapper wraps, "" for a module that is none."""
+    """The name of the child that a wrapper wraps; "" for a module that is no wrapper."""
     children = [key for key, _child in module.named_children()]
     for key in children:
         if key in _WRAPPED or (children == [_INSIDE] and not next(iter(module.named_parameters(recurse=False)), ())):

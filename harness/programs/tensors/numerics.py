@@ -1,7 +1,7 @@
-"""What `record --values` changes in a program's numbers when it is asked to: float64, no dropout, moved results.
+"""What `record --values` changes in a program's numbers on request: float64, no dropout, moved results.
 
-Float64: the default dtype is float64, what the program says in a narrower one (`.to(torch.bfloat16)`, `dtype=...`) is
-float64, autocast and mixed precision of FSDP are off. Floating inputs and parameters that came to be otherwise (from
+Float64: the default dtype is float64, a narrower dtype that the program states (`.to(torch.bfloat16)`, `dtype=...`)
+becomes float64, and autocast and mixed precision of FSDP are off. Floating inputs and parameters of other origin (from
 files, from numpy) are converted at the first forward. What stays narrow is seen in the recorded rows.
 """
 
@@ -26,12 +26,12 @@ _NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
 NARROW = frozenset(str(dtype).removeprefix("torch.") for dtype in _NARROW)
 _CASTS = frozenset(("float", "half", "bfloat16"))
 _AS_BITS = frozenset(("view", "frombuffer", "from_file"))
-"""What is given a dtype to read bits with, not numbers."""
+"""Functions whose dtype says how to read bits."""
 _DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
 
 
 def change_process(options: ValueOptions) -> None:
-    """Change what has to be other before the program builds its model; torch has just been imported."""
+    """Make the changes that must be made before the program builds its model; torch has just been imported."""
     if options.dtype:
         torch.set_default_dtype(_WIDE)
         torch.set_default_dtype = lambda d: None  # noqa: ARG005  (torch's name)
@@ -48,14 +48,14 @@ def change_process(options: ValueOptions) -> None:
 
 
 def change_thread(options: ValueOptions) -> None:
-    """Change the same for a thread that runs the program; the process is changed."""
+    """Make the changes of a thread that runs the program; those of the process are made."""
     if options.dtype:
         _InFloat64().__enter__()
 
 
 def begin_training(options: ValueOptions) -> None:
-    """The first forward in training is about to begin."""
-    run_eagerly()  # modules can be seen only where they are not compiled
+    """The first forward of training is about to begin."""
+    run_eagerly()  # random draws of modules are seen only without torch.compile
     if options.perturb:
         from shardproof.harness.running.truth.random_rounding import RandomRounding  # noqa: PLC0415  (few recordings)
 
@@ -74,7 +74,7 @@ def _widen_when_initialised() -> None:
 
 
 def _widen_policies() -> None:
-    """Have FSDP's policies of mixed precision name no dtype."""
+    """Remove the dtypes from FSDP's policies of mixed precision."""
     from torch.distributed import fsdp  # noqa: PLC0415  (slow, and only float64 needs it)
 
     for kind in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision):
@@ -87,7 +87,7 @@ def prepare_module(module: nn.Module, options: ValueOptions) -> None:
         if isinstance(part, nn.RNNBase) and not options.dropout:
             part.dropout = 0.0
     holders = [kind for part in module.modules() for kind in type(part).__mro__ if "Parallel" in kind.__name__]
-    if options.dtype and not holders:  # DDP and FSDP1 have laid out their buffers in the dtype that they found
+    if options.dtype and not holders:  # DDP and FSDP1 have laid out their buffers in the dtype of the parameters
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in _NARROW and not is_dtensor(tensor):
                 tensor.data = tensor.data.double()
@@ -96,7 +96,7 @@ def prepare_module(module: nn.Module, options: ValueOptions) -> None:
 def convert_call(
     module: nn.Module, args: Sequence[Any], words: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What an outermost module is called with, floating tensors in float64 where its parameters are."""
+    """The arguments of an outermost module, floating tensors in float64 if its parameters are."""
     first = next(module.parameters(), None)
     if first is None or first.dtype is not _WIDE:
         return args, words
@@ -109,12 +109,12 @@ def _widen_tensor(value: Any) -> Any:
 
 
 class _InFloat64(TorchFunctionMode):
-    """Within it every dtype narrower than float64 that a torch function is given is float64."""
+    """Inside, every dtype narrower than float64 that a torch function receives becomes float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The function's result, in float64 where it was asked for in less."""
+        """The result of the function, in float64 if a narrower dtype was requested."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in _CASTS and len(args) == 1:
             return args[0].double()
@@ -133,7 +133,7 @@ def _wide_dtype(one: Any) -> Any:
 def _backward(
     tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """Tensor.backward, without a look for modes: torch would leave those of functions during the whole backward."""
+    """Tensor.backward without __torch_function__ modes: torch would leave the mode of functions for all of backward."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 

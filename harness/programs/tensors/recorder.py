@@ -1,10 +1,10 @@
 """The recorder of the values of one rank (harness.programs.values), which torch's hooks call (tensors.hooks).
 
-It begins at the first forward in training of a module that nothing encloses, in the process that runs it: rank and
-world size are those of torch.distributed, else those of the launcher's environment, else a rank alone. Launchers and
-workers of data loaders train nothing, so they record nothing. A step ends when its optimizers have stepped for all
-parameters, else at the next forward in training. Exceptions are let go as in harness.programs.rank. No collective is
-issued, and a device is waited for only by copies.
+It starts at the first forward of training of an outermost module, in the process that runs it. Rank and world size are
+those of torch.distributed, else those of the launcher's environment, else of a single rank. Launchers and workers of
+data loaders do not train, so they record nothing. A step ends when its optimizers have stepped for all parameters, else
+at the next forward of training. Exceptions are handled as in harness.programs.rank. No collective is issued, and only
+copies wait for a device.
 """
 
 import os
@@ -34,7 +34,7 @@ _OUTSIDE, _RECORDS, _AGAIN = 0, 1, 2
 
 
 class _Thread(threading.local):
-    """The modules that a thread is in, outermost first, and what is done with what they return."""
+    """The modules that a thread is in, outermost first, and what to do with their outputs."""
 
     def __init__(self) -> None:
         self.inside: list[nn.Module] = []
@@ -44,8 +44,8 @@ class _Thread(threading.local):
 class ValueRecorder:
     """Records the values of the session's steps that a rank computes.
 
-    `begun` is called before the rank's first forward in training, and what it raises ends the recording; `ended` when
-    all steps are recorded. `enclosing` knows of the modules of this process what they were put into.
+    `begun` is called before the rank's first forward of training, and an exception in it ends the recording; `ended` is
+    called when all steps are recorded. `enclosing` knows which modules of this process contain which.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class ValueRecorder:
 
     @property
     def _takes(self) -> bool:
-        """Whether values of the step that is going on are taken."""
+        """Whether values of the current step are recorded."""
         return bool(self._on and self._pid and not self._ended and self._session.covers(self._step))
 
     def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function of ours returns; what it raises ends the recording and never reaches the program."""
+        """Call a function of ours. An exception in it ends the recording, and never reaches the program."""
         if not self._on:
             return None
         try:
@@ -87,7 +87,7 @@ class ValueRecorder:
     def call(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], words: dict[str, Any]
     ) -> Any:
-        """What a module returns that the program calls; `original` is torch's way to call it."""
+        """The result of a module that the program calls; `original` is torch's way to call it."""
         if not self._on:
             return original(module, *args, **words)
         local = self._local
@@ -106,7 +106,7 @@ class ValueRecorder:
                 local.mode = _OUTSIDE
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], words: dict[str, Any]) -> None:
-        """A module is called that no other encloses."""
+        """An outermost module is called."""
         self._local.mode = _OUTSIDE
         if self._pid not in (0, os.getpid()):  # a fork of a rank that trains
             self._on = False
@@ -137,7 +137,9 @@ class ValueRecorder:
         self._local.mode = _RECORDS
 
     def _begin(self) -> None:
-        """This process trains: be its rank. Raises FileExistsError when another process has recorded as this rank."""
+        """This process trains: record it as its rank. Raises FileExistsError if another process has recorded as this
+        rank.
+        """
         worker: Any = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)
         if worker() is not None:
             self._on = False
@@ -150,7 +152,7 @@ class ValueRecorder:
         numerics.begin_training(self._options)
 
     def _register(self, module: nn.Module) -> None:
-        """A module is called outermost for the first time: its parameters are those before the first step."""
+        """An outermost module is called for the first time: record its parameters as those before the first step."""
         numerics.prepare_module(module, self._options)
         parameters, buffers = self._names.register(module)
         self._initial.overwrite([*parameters, *buffers])
@@ -185,7 +187,7 @@ class ValueRecorder:
             self._guard(self._updates.take_norm, norm)
 
     def on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """A step begins. One that is given a closure has gradients only behind it."""
+        """A step begins. With a closure its gradients exist only after it."""
         self._stepping += 1
         given = args[1] if len(args) > 1 else words.get("closure")
         if not callable(given):
@@ -213,7 +215,7 @@ class ValueRecorder:
             self._guard(self._end_step)
 
     def _end_step(self) -> None:
-        """Take what the step has left, and write it."""
+        """Record the results of the step, and write it."""
         if not self._takes:
             return
         self._updates.take_after()
@@ -239,7 +241,7 @@ class ValueRecorder:
         write_about(self._folder, self._rank, self._about)
 
     def _stop(self) -> None:
-        """All steps that were asked for are over."""
+        """All requested steps are over."""
         self._on = False
         self._local.mode = _OUTSIDE
         self._stopped()
@@ -248,7 +250,7 @@ class ValueRecorder:
         self._updates.begin_step()
 
     def end(self) -> None:
-        """The program ends in good order: write what the last step has."""
+        """The program exits normally: write the last step."""
         if self._on and self._pid == os.getpid() and self._takes:
             self._guard(self._end_step if self._stepped else self._write)
         self._on = False
@@ -263,7 +265,9 @@ class ValueRecorder:
 
 
 def _trains(module: nn.Module, given: object) -> bool:
-    """Whether a call is part of training: gradients are on, and it is of parameters or of what has a gradient."""
+    """Whether a call is part of training: gradients are on, and it has parameters or arguments that
+    require gradients.
+    """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     tensors = [tensor for _place, tensor in tensors_in(given)]

@@ -1,7 +1,7 @@
 """The values of one step of a rank, held within a budget of bytes until the step ends.
 
-What does not fit is left out from the largest on: a tensor for which there is no room takes the place of larger ones,
-or is left out itself. Its row says so.
+Tensors are left out from the largest on: one for which there is no room replaces larger ones, or is left out itself.
+Its row says so.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from shardproof.harness.torch_internals.dispatch import past_modes
 
 @dataclass(slots=True, kw_only=True)
 class StepValues:
-    """Rows of the step that is going on and copies of their tensors, at most `budget_bytes`; `number` counts rows."""
+    """The rows of the current step and copies of their tensors, at most `budget_bytes`; `number` counts rows."""
 
     budget_bytes: int
     step: int = 0
@@ -34,13 +34,15 @@ class StepValues:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def make_row(self, kind: str, place: ModulePath, *, call: int = 0, leaf: str = "", alias_of: str = "") -> ValueRow:
-        """A row of the step that is going on, without what its tensor says."""
+        """A row of the current step, without the fields of its tensor."""
         wrapped, step = "" if place.wrapped == place.name else place.wrapped, self.step
         row = ValueRow(kind=kind, step=step, name=place.name, wrapped=wrapped, call=call, leaf=leaf, dtype="", shape=())
         return replace(row, alias_of=alias_of) if alias_of else row
 
     def add(self, row: ValueRow, value: Tensor, split: Split = split_value) -> tuple[str, ...]:
-        """Add the parts of a tensor, copied; its row is `row` without what the tensor says. Returns the parts' keys."""
+        """Add the parts of a tensor, copied. `row` has their rows' fields but for those of the tensor. Returns the
+        parts' keys.
+        """
         with torch.no_grad():
             try:
                 parts = split(value)
@@ -51,7 +53,7 @@ class StepValues:
             return tuple(self._add_part(row, part) for part in parts)
 
     def repeat(self, row: ValueRow, keys: tuple[str, ...]) -> None:
-        """Add rows of tensors that are there already under these keys, for what is the same tensor."""
+        """Add rows for a tensor whose parts are stored under these keys."""
         with self._lock:
             for key in keys:
                 first = self._first[key]
@@ -59,7 +61,7 @@ class StepValues:
                 self.rows.append(replace(first, **stated, number=self._next()))
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the step and hold nothing any more. Raises OSError."""
+        """Write the step and drop everything. Raises OSError."""
         with self._lock:
             rule = f"does not fit into the budget of {self.budget_bytes:,} bytes a step beside smaller ones"
             rows = [row if row.key in self._tensors else self._without_tensor(row, rule) for row in self.rows]
@@ -86,7 +88,7 @@ class StepValues:
         return key
 
     def _make_room(self, size: int) -> bool:
-        """Let go of larger tensors until one of this size fits. Returns whether it does."""
+        """Drop larger tensors until one of this size fits. Returns whether it does."""
         while self._bytes + size > self.budget_bytes and self._largest and -self._largest[0][0] > size:
             larger, _number, key = heapq.heappop(self._largest)
             del self._tensors[key]

@@ -1,8 +1,8 @@
-"""Gradients, their clipping, and what an optimizer makes of parameters in a recorded program.
+"""Records gradients, their clipping, and the results of an optimizer in a recorded program.
 
-Gradients are taken where they are clipped, and as the optimizer receives them where its step begins. A parameter of an
-optimizer that is none of a module (a master copy, a flat buffer) is one of the same memory or the master of one, or it
-has no name.
+Gradients are recorded when they are clipped, and as the optimizer receives them when its step begins. A parameter of an
+optimizer that is in no module (a master copy, a flat buffer) belongs to a module's parameter with the same memory, or
+of which it is the master; otherwise it has no name.
 """
 
 import functools
@@ -20,7 +20,7 @@ from shardproof.harness.programs.tensors.store import StepValues
 
 
 class _Held(NamedTuple):
-    """A tensor of an optimizer: its name, how what has its shape is cut, and the parameter of a module that it is."""
+    """A tensor of an optimizer: its name, how tensors of its shape are split, and its parameter in a module."""
 
     place: ModulePath
     split: Split
@@ -33,7 +33,7 @@ _NOWHERE = ModulePath("", "")
 
 @dataclass(slots=True, kw_only=True)
 class UpdateValues:
-    """Records into `store`; `covered` after a step: no parameter with a gradient waits for another optimizer."""
+    """Records into `store`. `covered` after a step: no parameter with a gradient waits for another optimizer."""
 
     store: StepValues
     names: Names
@@ -51,7 +51,9 @@ class UpdateValues:
             kept.clear()
 
     def take_losses(self, tensors: object) -> None:
-        """Backward begins from these tensors: single numbers are losses, and stages of a pipeline begin from more."""
+        """Backward begins from these tensors: single numbers are losses; stages of a pipeline begin
+        from larger ones.
+        """
         for _place, tensor in tensors_in(tensors):
             if tensor.numel() != 1:
                 continue
@@ -82,7 +84,7 @@ class UpdateValues:
 
     @property
     def covered(self) -> bool:
-        """Whether all parameters that have a gradient are those of optimizers that have stepped."""
+        """Whether all parameters with a gradient belong to optimizers that have stepped."""
         stepped = {id(p) for one in self._optimizers.values() for group in one.param_groups for p in group["params"]}
         return stepped <= self.names.parameters.keys() and all(
             id(one.tensor) in stepped for one in self.names.listed if one.tensor.requires_grad
@@ -101,7 +103,7 @@ class UpdateValues:
     def _take_gradient(self, kind: str, found: _Held) -> None:
         gradient, word = found.tensor.grad, found.place.name or found.place.wrapped
         if gradient is None and found.named is not None:
-            gradient = getattr(found.named.tensor, "main_grad", None)  # Megatron's engines add up there
+            gradient = getattr(found.named.tensor, "main_grad", None)  # Megatron's engines accumulate there
         if gradient is not None and (kind != "grad" or word not in self._taken):
             self._taken.add(word)
             self.store.add(self.store.make_row(kind, found.place), gradient, found.split)
@@ -131,7 +133,7 @@ class UpdateValues:
 def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:
     """Have `before(parameters)` and `norm(total)` called around clipping by torch's functions and FSDP1's method.
 
-    The functions are replaced where torch has them; whoever imported one from there before keeps the original.
+    The functions are replaced in torch; a module that imported one before keeps the original.
     """
     rooms = [room for name, room in sys.modules.items() if name.startswith("torch.nn.utils")]
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
@@ -147,7 +149,7 @@ def _wrap_clipping(original: Any, before: Callable[[Any], object], norm: Callabl
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **words: Any) -> Any:
         if not isinstance(parameters, Tensor):
-            parameters = list(parameters)  # a generator gives them once
+            parameters = list(parameters)  # a generator can be read once
         before([parameters] if isinstance(parameters, Tensor) else parameters)
         total = original(parameters, *args, **words)
         if total is None and original.__name__ == "clip_grads_with_norm_":
@@ -160,7 +162,7 @@ def _wrap_clipping(original: Any, before: Callable[[Any], object], norm: Callabl
 
 
 def watch_clipping_of_fsdp(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:
-    """The same of FSDP1's method, once the program has imported it."""
+    """The same for FSDP1's method, once the program has imported it."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is None:
         return

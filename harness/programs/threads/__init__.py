@@ -1,1 +1,1 @@
-"""Recorded programs whose ranks are threads of one process, in the place of those that torchrun starts."""
+"""Recorded programs whose ranks are threads of one process, in place of those that torchrun starts."""

@@ -1,4 +1,4 @@
-"""Launches of programs whose ranks are threads: processes that are forked from one that has imported torch."""
+"""Launches of programs whose ranks are threads, in processes forked from one that has imported torch."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _START = Path(__file__).with_name("start.py")
 
 
 class ForkedLaunch:
-    """A launch that is under way, with the words of subprocess.Popen: `pid` leads a group of processes."""
+    """A running launch, with the interface of subprocess.Popen; `pid` leads a process group."""
 
     def __init__(self, pid: int, answers: IO[str]) -> None:
         self.pid = pid
@@ -49,7 +49,7 @@ class ThreadLaunches:
         self._said = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed with the launches)
 
     def start(self, found: RanksOfProgram, session: ProgramSession, output: Path) -> ForkedLaunch:
-        """Start a program's ranks in this folder. Raises RequestError where its Python has no torch."""
+        """Start the ranks of a program in this folder. Raises RequestError if its Python has no torch."""
         server = self._server_of(found.python)
         order: dict[str, Any] = {"session": session.text, "ranks": found.ranks, "program": found.program}
         order |= {"folder": os.getcwd(), "environ": {**ONE_THREAD, **os.environ}, "output": str(output.resolve())}
@@ -60,9 +60,9 @@ class ThreadLaunches:
         return ForkedLaunch(int(answer), server.stdout)
 
     def close(self) -> None:
-        """End what launches are forked from."""
+        """End the process from which launches are forked."""
         for server in self._servers.values():
-            server.kill()  # its launches lead groups of their own
+            server.kill()  # its launches lead process groups of their own
             server.communicate()
         self._said.close()
 
@@ -85,7 +85,7 @@ class ThreadLaunches:
 
 @contextmanager
 def launches_of_threads(wanted: bool) -> Iterator[ThreadLaunches | None]:
-    """What starts ranks as threads where that is wanted, else None."""
+    """A starter of ranks as threads if that is wanted, else None."""
     launches = ThreadLaunches() if wanted else None
     try:
         yield launches

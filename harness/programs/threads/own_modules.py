@@ -1,7 +1,7 @@
-"""Which modules of a process are its program's own, so that every rank that is a thread imports them for itself.
+"""Finds the modules that are a program's own, so that every rank that is a thread imports them for itself.
 
-All others belong to Python, torch, shardproof or an installed package, and threads share them. One that asks for its
-rank may keep the answer for the process, as accelerate does, and then threads are no ranks.
+All others belong to Python, torch, shardproof or an installed package, and threads share them. A shared package that
+asks for its rank may keep the answer for the process, as accelerate does; then ranks cannot be threads.
 """
 
 import re
@@ -20,7 +20,7 @@ _ASKS = re.compile(r"\b(get_rank|get_world_size|LOCAL_RANK)\b")
 
 
 class OwnModules:
-    """The program's own modules in sys.modules: a place of state (harness.engines.threads.rank_state.Namespace)."""
+    """The program's own modules in sys.modules, as a place of state (harness.engines.threads.rank_state.Namespace)."""
 
     def __init__(self) -> None:
         self._installed_in = tuple(f"{Path(sysconfig.get_path(name))}/" for name in ("purelib", "platlib"))
@@ -34,13 +34,13 @@ class OwnModules:
         return {name: module for name, module in list(sys.modules.items()) if self._is_own(name, module)}
 
     def write(self, names: dict[str, Any]) -> None:
-        """Have these and no others of the program's own."""
+        """Replace the program's own modules in sys.modules by these."""
         for name in self.read().keys() - names.keys():
             del sys.modules[name]
         sys.modules.update(names)
 
     def find_shared_state(self) -> str | None:
-        """Why threads are no ranks for an installed package that the program has imported, None where they may be."""
+        """Why ranks cannot be threads with an installed package that the program has imported; None if they can."""
         for module in self._find_installed():
             text = Path(module.__file__ or "").read_text(encoding="utf-8", errors="replace")
             if _OF_TORCH.search(text) and _ASKS.search(text):
@@ -68,7 +68,7 @@ class OwnModules:
         return known
 
     def _lies_outside(self, module: Any) -> bool:
-        """Whether a module lies in a file, or a folder, of none of the shared places."""
+        """Whether a module lies in none of the shared files and folders."""
         places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
         files = [str(Path(place).absolute()) for place in places if place]
         return bool(files) and not any(file.startswith(self._shared) for file in files)

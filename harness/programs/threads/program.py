@@ -1,8 +1,8 @@
 """A program on ranks that are threads of this process: each runs the script as its own `__main__`, recorded as a rank.
 
-Ranks have what torchrun gives them: words of the environment, arguments, a world that init_process_group hands out,
-random streams as in a process of their own. The program's own modules are imported once a rank (own_modules). Working
-folder, signals, installed packages and files are those of the process.
+Ranks have what torchrun gives them: environment, arguments, a world from init_process_group, and random states of their
+own. The program's own modules are imported by every rank (own_modules). Working folder, signals, installed packages and
+files belong to the process.
 """
 
 import builtins
@@ -33,7 +33,7 @@ from shardproof.harness.programs.threads.own_modules import OwnModules
 from shardproof.harness.torch_internals.world import rank_tables
 
 REFUSED = 78
-"""Exit status of a program whose ranks cannot be threads; the last line that it prints says why."""
+"""The exit status of a program whose ranks cannot be threads. The last line that it prints says why."""
 _AGENT = {
     "GROUP_RANK": "0",
     "GROUP_WORLD_SIZE": "1",
@@ -42,7 +42,9 @@ _AGENT = {
     "TORCHELASTIC_MAX_RESTARTS": "0",
     "TORCHELASTIC_RUN_ID": "inproc",
 }
-"""Words that torchrun's agent gives to all ranks of a machine beside those of harness.engines.rank_environment."""
+"""Environment variables that torchrun gives to all ranks of a machine, beside those of
+harness.engines.rank_environment.
+"""
 
 
 class _RanksWithModules(Intervention):
@@ -56,7 +58,7 @@ class _RanksWithModules(Intervention):
         return (*super().places(names), self._modules)
 
     def hint(self, error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
-        """None: what it says is of subjects."""
+        """None: such messages are about subjects."""
         return ""
 
 
@@ -79,7 +81,7 @@ class _Recording:
         self._recorders[rank] = recorder
 
     def end_rank(self, rank: int) -> None:
-        """The program of a rank has ended in good order."""
+        """The program of a rank has ended normally."""
         self._recorders[rank].end()
 
     def _of_thread(self) -> ValueRecorder | None:
@@ -87,7 +89,7 @@ class _Recording:
         return None if tables is None else self._recorders.get(tables.rank)
 
     def _begin_training(self) -> None:
-        """A rank trains: all that the program works with is imported."""
+        """A rank trains: all packages that the program uses are imported."""
         self._hooks.watch_fsdp()
         if (problem := self.modules.find_shared_state()) is not None:
             _refuse(problem)
@@ -135,7 +137,7 @@ def _code_of_module(name: str) -> tuple[str, CodeType]:
 
 
 def run_program(ranks: int, session_text: str, words: Sequence[str]) -> int:
-    """Run a program, "[-m] NAME arguments", on so many ranks. Returns the exit status of the process."""
+    """Run a program, "[-m] NAME arguments", on this number of ranks. Returns the exit status of the process."""
     session = ProgramSession.of(session_text)
     os.environ.update({**_AGENT, "ROLE_WORLD_SIZE": str(ranks)})
     recording = _Recording(session, session.values or ValueOptions())

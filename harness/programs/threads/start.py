@@ -21,7 +21,7 @@ import torch.distributed.tensor.parallel  # noqa: F401  (what most programs load
 
 
 def serve_orders(run_program: Callable[[int, str, Sequence[str]], int]) -> None:
-    """Carry out orders until the input ends."""
+    """Execute orders until the input ends."""
     for line in sys.stdin:
         order = json.loads(line)
         process = os.fork()
@@ -33,7 +33,7 @@ def serve_orders(run_program: Callable[[int, str, Sequence[str]], int]) -> None:
 
 
 def _enter(order: dict[str, Any]) -> None:
-    """Be a process of its own: group, folder, environment, input and output."""
+    """Become a process of its own: process group, folder, environment, input and output."""
     os.setsid()
     os.chdir(order["folder"])
     os.environ.clear()

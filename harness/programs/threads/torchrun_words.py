@@ -1,4 +1,4 @@
-"""What a command of torchrun says: how many ranks run which program, with which Python."""
+"""What a command of torchrun starts: how many ranks of which program, with which Python."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ class RanksOfProgram:
 def read_torchrun(command: Sequence[str]) -> RanksOfProgram | None:
     """What a command of torchrun starts; None for a plain python, which is one process already.
 
-    Raises RequestError for any other command, and for one that threads cannot stand for.
+    Raises RequestError for any other command, and for options that ranks as threads cannot have.
     """
     name = Path(command[0]).name
     if name == "torchrun":

@@ -1,1 +1,3 @@
-"""Captures of a program from outside: outputs and gradients of modules, dropout masks, draws, lower precision."""
+"""Captures of a program from outside: outputs and gradients of modules, dropout masks, random
+draws, lower precision.
+"""

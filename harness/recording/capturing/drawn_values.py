@@ -2,15 +2,15 @@
 
 torch draws a mask by `aten.bernoulli_` (nn.Dropout and its kin, F.dropout, scaled_dot_product_attention's own formula)
 or within `aten.native_dropout` (GPUs). A dispatch mode sees both, of a DTensor with its place. Masks that a program
-makes otherwise, of `torch.rand` or inside a fused kernel of attention, are not seen.
+makes by `torch.rand`, or inside a fused attention kernel, are not seen.
 
-A parameter is a leaf that takes a gradient. Code makes, casts and sets it, and from the first backward on only the
-optimizer writes to it. So training begins with the value that an operator reads while autograd records, the last one
-before that backward: a model may be called once before its weights are loaded. Where nothing reads it before, it is the
-first value that is read, or that stands beside a gradient. A dispatch mode sees that. A program may make new leaves in
-every step, as `w = (w - lr * gradient).detach().requires_grad_()` does: a leaf that is computed from earlier ones is a
-later value. Of functional programs, whose parameters are no leaves, nothing is seen; then the ranks' first values stand
-for those of the truth.
+A parameter is a leaf that requires a gradient. Code creates, casts and sets it, and from the first backward on only the
+optimizer writes to it. A model may be called before its weights are loaded. So the initial value of a parameter is the
+last one that an operator reads, while autograd records, before the first backward. If none reads it before, it is the
+first value that is read later, or that it has when a gradient arrives. A dispatch mode sees all of these. A program may
+create new leaves in every step, as `w = (w - lr * gradient).detach().requires_grad_()` does: a leaf that is computed
+from earlier ones is a later value. Functional programs, whose parameters are no leaves, show nothing; then the ranks'
+first values stand for those of the truth.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +41,9 @@ _FORWARD, _BACKWARD = "dropout.drawn", "dropout.drawn_anew"
 
 
 class Draw(NamedTuple):
-    """A mask as a rank drew it: bool blocks of what it was drawn for, the rate, the user's line, "file:line".
+    """A mask as a rank drew it: bool blocks of the tensor it was drawn for, the rate, the user's line, "file:line".
 
-    `anew`: drawn in backward, and no forward drew it: recomputation that does not repeat its forward.
+    `anew`: it was drawn in backward and in no forward, by a recomputation that does not repeat its forward.
     """
 
     line: str
@@ -54,9 +54,9 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WithMasks:
-    """A subject whose outcome has the masks that it draws too (see `taken_out`).
+    """The subject, with the masks that it draws in its outcome (see `taken_out`).
 
-    With `joint`, these take the place of its own, in the order of the draws; `words` are passed on.
+    With `joint`, these replace its own masks, in the order of the draws; `words` are passed on.
     """
 
     subject: NamedSubject
@@ -64,11 +64,11 @@ class WithMasks:
     words: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """The subject's outcome and its masks."""
+        """Run the subject. Returns its outcome and its masks."""
         own: Any = self.subject.call
         call = partial(own, **self.words) if self.words else own
         with DropoutProbe(self.joint) as probe:
@@ -77,9 +77,9 @@ class WithMasks:
 
 
 class DropoutProbe(DispatchMode):
-    """Records the masks of its thread in `found`; with `joint`, puts these in place of those that forwards draw.
+    """Records the masks of its thread in `found`; with `joint`, replaces those that forwards draw.
 
-    Recomputation gets what its forward got: it begins with the same state of the generator.
+    A recomputation gets the mask of its forward, since it begins with the same state of the generator.
     """
 
     def __init__(self, joint: Sequence[Tensor] | None = None) -> None:
@@ -92,7 +92,7 @@ class DropoutProbe(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The operator's result; that of a draw with another mask where there is one."""
+        """The result of the operator, with the mask replaced if it draws one."""
         kwargs = kwargs or {}
         draws = operator in (_BERNOULLI, _NATIVE) and not isinstance(args[0], FakeTensor)
         if not draws:
@@ -112,7 +112,7 @@ class DropoutProbe(DispatchMode):
         return args[0] * mask * (1 / (1 - rate)), mask
 
     def _note_draw(self, state: bytes, rate: float, kept: Tensor) -> Tensor | None:
-        """Note a draw; the mask to put in its place, None for its own."""
+        """Record a draw. Returns the mask that replaces it, or None."""
         backward = current_task() >= 0
         if not backward:
             number, self._forwards = self._forwards, self._forwards + 1
@@ -124,7 +124,7 @@ class DropoutProbe(DispatchMode):
 
 
 def taken_out(outcome: dict[str, tuple[Block, ...]]) -> tuple[dict[str, tuple[Block, ...]], tuple[Draw, ...]]:
-    """Outcome of the subject itself, and the masks that DropoutProbe found, in the order in which they were drawn."""
+    """The outcome of the subject itself, and the masks that DropoutProbe found, in the order of drawing."""
     draws = []
     for name, found in outcome.items():
         kind, _, rest = name.partition("/")
@@ -136,20 +136,20 @@ def taken_out(outcome: dict[str, tuple[Block, ...]]) -> tuple[dict[str, tuple[Bl
 
 
 def _state(device: torch.device, generator: torch.Generator | None) -> bytes:
-    """The state from which a draw on this device begins."""
+    """The random state from which a draw on this device begins."""
     if generator is None and device.type == "cuda":
         return torch.cuda.get_rng_state(device).numpy().tobytes()
     return (torch.get_rng_state() if generator is None else generator.get_state()).numpy().tobytes()
 
 
 STARTED = "started/"
-"""Begin of the names under which first values travel in an outcome."""
+"""The beginning of names under which first values are returned in an outcome."""
 _NEARER = 0.5
-"""A value of this share of the distance of any other one is that of the parameter."""
+"""The nearest value is the parameter's if its distance is at most this share of the distance of any other one."""
 
 
 class FirstValues(DispatchMode):
-    """Notes each leaf that takes a gradient, as an operator of its thread is first given it, and calls `on_leaf`."""
+    """Records each leaf that requires a gradient when an operator of its thread first reads it, and calls `on_leaf`."""
 
     def __init__(self, on_leaf: Callable[[Tensor], object] = lambda leaf: None) -> None:
         super().__init__()
@@ -158,15 +158,15 @@ class FirstValues(DispatchMode):
         self._later: set[tuple[object, ...]] = set()
         self._leaves: set[int] = set()
         self._computed: set[int] = set()
-        """The storages of leaves, and of what is computed from them."""
+        """The storages of leaves, and of tensors computed from them."""
         self._trains = False
         """Whether a backward has run."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The operator's result, as it is."""
-        # The forward of a Function has gradients off, as initialisation has, which ends before the first leaf is used.
+        """The result of the operator, unchanged."""
+        # Gradients are off in the forward of a Function too; initialisation ends before the first leaf is used.
         begun = torch.is_grad_enabled() or bool(self._leaves)
         reads = begun and not written_arguments(operator) and operator is not torch.ops.aten.detach.default
         in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
@@ -183,7 +183,7 @@ class FirstValues(DispatchMode):
                     if not same_bits(own.detach(), before):  # a copy of each reading would take its time
                         self._noted[place] = kept, own.detach().clone()
                 if place not in self._noted:
-                    kept = own.untyped_storage()  # so that no other memory takes its number
+                    kept = own.untyped_storage()  # kept alive, so that no other memory gets its number
                     self._noted[place] = kept, own.detach().clone()
                     if place[0] in self._computed:
                         self._later.add(place)
@@ -193,20 +193,20 @@ class FirstValues(DispatchMode):
             return NotImplemented
         given = {*map(storage_id, tensors)} if self._leaves else set()
         result = operator(*args, **(kwargs or {}))
-        if not self._leaves:  # and so nothing is computed from them
+        if not self._leaves:  # and so nothing is computed from it
             return result
         made = {storage_id(one) for one in leaves(result) if isinstance(one, Tensor)}
         if given.isdisjoint(self._leaves) and given.isdisjoint(self._computed):
-            self._computed -= made  # new memory may have the number of what was freed
+            self._computed -= made  # new memory may get the number of freed memory
         else:
             self._computed |= made - self._leaves
         return result
 
     @property
     def found(self) -> dict[str, Tensor]:
-        """The values as names of an outcome, later ones of a parameter only where none of their shape is a first.
+        """The first values as names of an outcome; later values of a parameter only if no first value has their shape.
 
-        Their numbers are those of all leaves, in the order in which `on_leaf` hears of them.
+        They are numbered as all leaves are, in the order in which `on_leaf` is called.
         """
         first = {tuple(value.shape) for place, (_, value) in self._noted.items() if place not in self._later}
         return {
@@ -218,26 +218,26 @@ class FirstValues(DispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class WithFirstValues:
-    """A subject whose outcome has the first values of its parameters too (see `first_values`)."""
+    """The subject, with the first values of its parameters in its outcome (see `first_values`)."""
 
     subject: NamedSubject
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """The subject's outcome and the first values."""
+        """Run the subject. Returns its outcome and the first values."""
         with FirstValues() as probe:
             outcome = call_subject(self.subject.call, case, device)
         return {**outcome, **probe.found}
 
 
 def first_values(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a program itself, and parameter -> its value before the first step, where it is known.
+    """The program's own tensors, and parameter -> its value before the first step, if it is known.
 
-    A parameter is returned after a step as `param_after/0/<name>` or `param/<name>`. Its first value is the one of its
-    shape that is nearest to that, by far: steps are small beside the differences between parameters.
+    A parameter is returned after a step as `param_after/0/<name>` or `param/<name>`. Its first value is the nearest one
+    of its shape by far, since steps are small beside the differences between parameters.
     """
     values = [tensor for name, tensor in tensors.items() if name.startswith(STARTED)]
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(STARTED)}
@@ -248,7 +248,7 @@ def first_values(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 
 def first_blocks(outcome: Mapping[str, Sequence[Block]]) -> dict[str, Block]:
-    """Parameter -> the block of its value before the first step, of those of which a rank returns one part."""
+    """Parameter -> the block of its value before the first step, if a rank returns one part of it."""
     single = {name: found[0] for name, found in outcome.items() if len(found) == 1}
     _, values = first_values({name: block.local for name, block in single.items()})
     parts = {name: single.get(f"param_after/0/{name}", single.get(f"param/{name}")) for name in values}

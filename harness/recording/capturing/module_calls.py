@@ -30,14 +30,14 @@ from shardproof.harness.torch_internals.autograd import has_hooks
 
 
 class ModuleWatch(Watch):
-    """Hears of every call of a module on every rank, and knows where it belongs."""
+    """Receives every call of a module on every rank, with the step, micro-batch and path of it."""
 
     def __init__(self, on_output: OnOutput, on_input: OnInput | None = None) -> None:
         super().__init__(self._make_emit, on_output, on_input=on_input)
         self._attributions: dict[int, Attribution] = {}
 
     def place(self, lane: ThreadWatch, module: nn.Module) -> tuple[Site, str]:
-        """Where a call of a module belongs, and the module's path."""
+        """Step and micro-batch of a call, and the path of its module."""
         attribution = self._attributions[lane.rank]
         return attribution.current(lane.number), attribution.paths.module(module, "")
 
@@ -55,7 +55,7 @@ class _Captured:
 
 
 class Capture(ModuleWatch):
-    """Copies the output of every named module, of the micro-batches that `wanted(step, microbatch)` chooses.
+    """Copies the output of every named module, in the micro-batches that `wanted(step, microbatch)` chooses.
 
     The default is the first micro-batch of the first step. Of several calls of one module the first counts, of an
     output of several tensors the first tensor; gradients of several backwards add up.
@@ -71,7 +71,7 @@ class Capture(ModuleWatch):
         return dict(self._of(rank).outputs)
 
     def gradients(self, rank: int) -> dict[str, Tensor]:
-        """Module path -> the gradient of that output; modules without one are left out."""
+        """Module path -> the gradient of that output; without modules that have none."""
         return {path: gradient for path, gradient in self._of(rank).gradients.items() if gradient is not None}
 
     def _of(self, rank: int) -> _Captured:
@@ -93,7 +93,7 @@ class Capture(ModuleWatch):
 
 
 def make_keeping_hook(slots: dict[Any, Tensor | None], key: object) -> Callable[[Tensor], None]:
-    """The hook that adds a copy of the gradient it sees to a slot and returns nothing, so that it changes nothing."""
+    """A hook that adds a copy of the gradient to a slot. It returns nothing, so it changes nothing."""
 
     def keep(gradient: Tensor) -> None:
         before, copy = slots[key], copy_tensor(gradient)
@@ -109,19 +109,19 @@ def copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def tensors_of(given: object, levels: int = 16) -> Iterator[Tensor]:
-    """The tensors among arguments or results: themselves, or in tuples, lists and mappings, down to these levels."""
+    """The tensors among arguments or results: alone, or in tuples, lists and mappings, nested as deep as this."""
     if isinstance(given, Tensor):
         yield given
-    elif levels and isinstance(given, (tuple, list, Mapping)):  # one may hold itself
+    elif levels and isinstance(given, (tuple, list, Mapping)):  # a container may hold itself
         for part in given.values() if isinstance(given, Mapping) else given:
             yield from tensors_of(part, levels - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorCopy:
-    """A copy of one tensor of a rank. `mesh` are the ranks over which a DTensor declares it, () for a plain tensor.
+    """A copy of one tensor of a rank. `mesh` are the ranks of a DTensor, () for a plain tensor.
 
-    No blocks: it could not be read, or no gradient reached it.
+    Without blocks if it could not be read, or if no gradient reached it.
     """
 
     blocks: tuple[Block, ...] = ()
@@ -130,11 +130,11 @@ class TensorCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCalls:
-    """Module path -> its calls in step 0. `outputs` stands in the order in which modules first returned.
+    """Module path -> its calls in step 0. `outputs` is in the order in which modules first returned.
 
-    An output is the first tensor of what a module returned, `gradients` are the gradients in it. `inputs` are all
-    tensors that a call was given, `input_gradients` the gradients in the first of them. `plain` are the modules of
-    classes of torch.nn without hooks, which never communicate, `linear` those that own a parameter of several dims.
+    An output is the first tensor of what a module returned, and `gradients` are the gradients of it. `inputs` are all
+    tensors that a call received, `input_gradients` the gradients of the first of them. `plain` are the modules of
+    torch.nn classes without hooks, which never communicate, `linear` those that own a parameter of several dims.
     """
 
     outputs: Mapping[str, tuple[TensorCopy, ...]]
@@ -159,14 +159,14 @@ class _Rank:
 
 
 class CallCapture(ModuleWatch):
-    """Copies what every named module is given and returns in step 0."""
+    """Copies what every named module receives and returns in step 0."""
 
     def __init__(self) -> None:
         super().__init__(self._output, self._input)
         self._captured: dict[int, _Rank] = {}
 
     def calls(self, rank: int) -> ModuleCalls:
-        """Captures on this rank, to be read inside the rank: a DTensor's gradient is read here."""
+        """Captures on this rank. They are read inside the rank, since the gradient of a DTensor must be."""
         mine = self._of(rank)
 
         def copies(slots: Mapping[str, Mapping[int, Tensor | None]]) -> dict[str, tuple[TensorCopy, ...]]:
@@ -214,12 +214,12 @@ class CallCapture(ModuleWatch):
             return
         number = rank.hooked.get(path, 0)
         if tensor.requires_grad and number < len(slots):
-            rank.hooked[path] = number + 1  # without a graph in the first forward it is the recomputed tensor
+            rank.hooked[path] = number + 1  # if the first forward made no graph, this is the recomputed tensor
             tensor.register_hook(make_keeping_hook(slots, number))
 
 
 def _copy_of(tensor: Tensor | None) -> TensorCopy:
-    """The tensor as blocks; none of them for what is no tensor of numbers."""
+    """The tensor as blocks; empty for anything but a tensor of numbers."""
     if tensor is None:
         return TensorCopy()
     try:

@@ -1,16 +1,16 @@
-"""Probes of the operators of a rank, by a dispatch mode: draws from random streams, and lower precision.
+"""Probes of the operators of a rank by a dispatch mode: random draws, and lower precision.
 
 Draws: each with its operator, line and module, and a hash of its bits. torch tags the operators that draw
-(`torch.Tag.nondeterministic_seeded`), with a generator of their own or without. A draw is one of forward within a
-module, or in code of functions once anything was computed of a parameter. Earlier draws are initial values and data.
-Draws of Python's `random` and of numpy are not seen.
+(`torch.Tag.nondeterministic_seeded`), with a generator of their own or without. A draw belongs to forward if it is made
+within a module, or by functions after something was computed from a parameter. Earlier draws are initial values and
+data. Draws of Python's `random` and of numpy are not seen.
 
-Islands: arithmetic of a lower precision than the case's: rotary tables, routers, losses in float32, experts in
-bfloat16. A narrower number, other than a whole one, matters where it enters wider arithmetic: an operator that takes
-one and returns a wider one. The search slows a run, so it is done only when an error of a case is of the size that a
-lower precision makes. Numbers that were computed in the case's dtype are rounded on the way, and each side may add them
-in an order of its own. Constants (weights that were drawn in float32 and cast, samples, tables) are equal where both
-sides have them, and explain no error then.
+Islands: arithmetic in a lower precision than the case's, such as rotary tables, routers, losses in float32, experts in
+bfloat16. A number of a narrower dtype (no integer) matters where it enters wider arithmetic: in an operator that reads
+one and returns a wider one. The search slows a run, so it is made only if an error of a case is of the size of rounding
+to a lower precision. Numbers computed in the case's dtype are rounded on the way, and each side may add them in another
+order. Constants (weights that were drawn in float32 and cast, samples, tables) are equal on both sides, if both have
+them, and then explain no error.
 """
 
 import functools
@@ -35,14 +35,14 @@ from shardproof.harness.torch_internals.dispatch import DispatchMode, FakeTensor
 _SEPARATOR = "|"
 _DROPOUT = frozenset({"bernoulli_", "native_dropout"})
 _FUSED = "scaled_dot_product"
-"""Attention is tagged too, and draws only where it drops."""
+"""Attention has the tag too, but draws only with dropout."""
 _CALL = "_call_impl"
 """The function of nn.Module's file in which its forward runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A draw: the operator, the user's line "file:line", the path of the module, a hash of what was drawn."""
+    """A draw: the operator, the user's line "file:line", the path of the module, a hash of the numbers."""
 
     operator: str
     place: str
@@ -61,20 +61,20 @@ class Numbers:
 
     @classmethod
     def read(cls, name: str) -> "Numbers":
-        """The draw that a name stands for."""
+        """The draw of a name."""
         operator, place, module, bits, forward = name.split(_SEPARATOR)
         return cls(operator, place, module, bits, forward == "1")
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A subject whose outcome is what a probe `names` on this rank, with every other attribute of the subject."""
+    """The subject, with the `names` that a probe found on this rank as its outcome."""
 
     subject: NamedSubject
     probe: Callable[[], "DrawnNumbers | NarrowProbe"]
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
@@ -85,8 +85,8 @@ class Probed:
 
 
 class DrawnNumbers(DispatchMode):
-    """Notes the draws of its thread in `found`, in their order and but for those of backward; with or without those of
-    dropout. First values of parameters belong to no forward, also of a model that is built while training goes on.
+    """Records the draws of its thread in `found`, in their order, without those of backward; with or without those of
+    dropout. First values of parameters belong to no forward, also those of a model that is built during training.
     """
 
     def __init__(self, *, dropout: bool) -> None:
@@ -104,7 +104,7 @@ class DrawnNumbers(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The operator's result, as it is."""
+        """The result of the operator, unchanged."""
         if take_themselves_apart(types):
             return NotImplemented
         result = operator(*args, **(kwargs or {}))

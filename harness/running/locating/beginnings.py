@@ -1,10 +1,10 @@
-"""The samples and the initial values of parameters with which ranks and truth begin.
+"""The samples and initial values of parameters with which ranks and truth begin.
 
-Where these are others, nothing behind them can agree. A subject runs once more on its ranks, and the first values of
-parameters are noted. In words of its own the numbers from `case.samples` are too, and those of its truth. Samples of
-a step are the same where both take every micro-batch of every data rank. Ranks of a tp group take the same ones, or
-share them out. Gradients of the first step are noted as well, as backward leaves them on each rank, before any sum over
-ranks, and their sizes in every step.
+If these differ, nothing that follows can agree. The subject runs once more on its ranks, and the first values of its
+parameters are recorded. For a subject with words of its own, so are the numbers from `case.samples`, on its ranks and
+in its truth. The samples of a step are equal if both take every micro-batch of every data rank. The ranks of a tp group
+take the same samples, or share them out. The gradients of the first step are recorded too, as backward leaves them on
+each rank before any sum over ranks, and their sizes in every step.
 """
 
 from collections import Counter
@@ -31,23 +31,24 @@ from shardproof.harness.subject import NamedSubject, OnRanks, call_subject
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 Asked = tuple[int, int, int, int, int]
-"""Step, micro-batch, first and past-the-last number of its samples; tp of the case that was asked."""
+"""Step, micro-batch, first and past-the-last number of its samples, and tp of the case that requested them."""
 _ASKED = "asked "
-"""Begin of the names under which requests travel in an outcome."""
+"""The beginning of the names by which requests are returned in an outcome."""
 _SQUARES = "squares of gradients"
 _UNSUMMED = "gradient/"
-"""Begin of the names of gradients as backward leaves them: numbers of leaves, those of their first values."""
+"""The beginning of the names of gradients as backward leaves them. They are numbered by leaf, as the first values are.
+"""
 _TENSOR = "tp"
-"""The axis whose ranks work on the same samples, whatever the subject does."""
+"""The axis whose ranks work on the same samples in every subject."""
 _FEWEST = 4
-"""Fewest elements whose values are another part's by no chance."""
+"""The fewest elements that do not equal those of another part by chance."""
 _FAR = 1e-2
-"""Share of a parameter beyond which its first values are others, and not rounded ones."""
+"""First values that differ by more than this share of a parameter are other values, and not rounded ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Watched(PlainCase):
-    """A case that notes the samples that it gives."""
+    """A case that records the samples that it is asked for."""
 
     noted_samples: list[Asked]
 
@@ -58,7 +59,7 @@ class _Watched(PlainCase):
         return numbers
 
     def but(self, **words: Word) -> "_Watched":
-        """The same, and its samples are noted too: a subject may go on at another layout."""
+        """`but` of the case, with samples recorded too, since a subject may go on with another layout."""
         return _watch_case(PlainCase.but(self, **words), self.noted_samples)
 
 
@@ -68,16 +69,16 @@ def _watch_case(case: PlainCase, noted: list[Asked]) -> _Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """A subject whose outcome has the samples that it takes on this rank too, by names, and its first values."""
+    """The subject, with the samples that it takes on this rank and its first values in the outcome."""
 
     subject: NamedSubject
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """Run the subject and return each request as a name, and what the hooks of gradients saw."""
+        """Run the subject. Returns a name for each request, and what the hooks of gradients recorded."""
         asked: list[Asked] = []
         gradients = _Gradients()
         watched = _watch_case(case, asked) if isinstance(case, PlainCase) else case
@@ -89,9 +90,10 @@ class _Asking:
 
 
 class _Gradients:
-    """Gradients of this rank: of the first step what backward gave to each leaf, and sums of squares in every step.
+    """The gradients of this rank: what backward gave to each leaf in the first step, and sums of squares in every step.
 
-    `squares` has a number for each that backward has accumulated. The first step ends for a leaf when its value moves.
+    `squares` has a number for each gradient that backward has added. The first step ends for a leaf when its value
+    changes.
     """
 
     def __init__(self) -> None:
@@ -105,7 +107,7 @@ class _Gradients:
         return {f"{_UNSUMMED}{number}": given for number, given in enumerate(self._given)}
 
     def follow(self, leaf: Tensor) -> None:
-        """Look at this leaf's gradient whenever backward gives it one, and when that is added."""
+        """Record the gradient of this leaf when backward computes it, and the size of the sum when it is added."""
         number, start = len(self._given), _own_part(leaf).clone()
         self._given.append(torch.zeros_like(start))
 
@@ -125,13 +127,13 @@ class _Gradients:
 
 
 def _own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without its graph."""
+    """The part of a tensor that this rank holds, without its graph."""
     own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return own.detach()
 
 
 def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """Evidence with how samples and initial values of the ranks differ from those of their truth; else as it is."""
+    """The evidence with how samples and initial values of ranks differ from those of the truth, if they do."""
     own, case, samples = trial.reference.own, trial.case, None
     if not wrong or evidence.truth.unmergeable or not trial.has_time("located"):
         return evidence
@@ -141,7 +143,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
             if own is not None and isinstance(case, PlainCase):
                 asked, truth = [_find_asked_samples(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
                 samples = _apart(asked) or _difference(set().union(*asked), truth, case.micro)
-    except ShardproofError:  # a subject that takes no other case: its errors stand
+    except ShardproofError:  # a subject that takes no other case: its own errors stand
         return evidence
     squares = tuple(outcome[_SQUARES][0].local for outcome in ranks)
     start, given = _other_start(ranks, evidence.truth), tuple(map(_find_gradients, ranks))
@@ -149,7 +151,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
 
 
 def _find_gradients(outcome: Mapping[str, Sequence[Block]]) -> dict[str, Block]:
-    """Parameter -> the gradient that backward gave to it on a rank, at the place of the part that the rank returns."""
+    """Parameter -> the gradient that backward gave to it on a rank, at the offsets of the rank's part of it."""
     numbers = {id(found[0].local): name.removeprefix(STARTED) for name, found in outcome.items() if found}
     parts = {name: (block, numbers.get(id(block.local), "")) for name, block in first_blocks(outcome).items()}
     given = {name: outcome.get(f"{_UNSUMMED}{number}", ()) for name, (_, number) in parts.items()}
@@ -162,7 +164,7 @@ def _find_asked_samples(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
 
 
 def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
-    """The samples that the truth takes; none where a dense model makes its data otherwise."""
+    """The samples that the truth takes; none if the dense model makes its data in another way."""
     if isinstance(own.dense, OnRanks):
         run = trial.run(_Asking(own.dense.subject), own.dense.case_of(case).but(dtype=EXACT))
         return set().union(*map(_find_asked_samples, run.outcomes))
@@ -172,9 +174,9 @@ def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
 
 
 def _apart(every: Sequence[set[Asked]]) -> Fact | None:
-    """The first ranks of one tp group that take different samples of a step, which they do not share out.
+    """The first ranks of one tp group that take different samples in a step without sharing them out.
 
-    Ranks of a group lie side by side, by the layout of the case that gave them their samples.
+    Ranks of a group lie side by side, in the layout of the case that gave them their samples.
     """
     sizes = sorted({one[-1] for asked in every for one in asked})
     for tp, first in [(size, first) for size in sizes for first in range(0, len(every), size)]:
@@ -190,7 +192,7 @@ def _apart(every: Sequence[set[Asked]]) -> Fact | None:
 
 
 def _difference(ranks: set[Asked], truth: set[Asked], micro: int) -> Fact | None:
-    """How the samples of the first step in which they differ do; None where all are the same."""
+    """How the samples differ in the first step in which they do; None if they are equal."""
     for step in sorted({step for step, *_ in ranks} & {step for step, *_ in truth}):
         mine, theirs = (_numbers(asked, step) for asked in (ranks, truth))
         if mine == theirs:
@@ -210,7 +212,7 @@ def _numbers(asked: set[Asked], step: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A parameter's likely first value on a rank, at the place of the part that the rank returns of it.
+    """The likely first value of a parameter on a rank, with the offsets of the part that the rank returns.
 
     `every` are the first values of all parameters of the rank.
     """
@@ -221,17 +223,17 @@ class _Begun:
     every: tuple[Tensor, ...]
 
     def lacks(self, initial: Mapping[str, Tensor]) -> bool:
-        """Whether no parameter of the rank begins as the truth's part does."""
+        """Whether no parameter of the rank begins with the truth's values."""
         true = self.block.part_of(initial[self.name])
         return not any(_equal(local, true) for local in self.every)
 
 
 def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
-    """The first parameter that begins on a rank as another part of itself, or with other numbers."""
+    """The first parameter that begins on a rank with the values of another part, or with other values."""
     found, initial = list(_find_first_values(ranks)), truth.initial
     known = [one for one in found if one.name in initial and initial[one.name].shape == one.block.global_shape]
     right = [(one.rank, one.name, one.block.part_of(initial[one.name])) for one in known]
-    wrong = [  # a value that belongs to another parameter is not this one's, whose own was not seen
+    wrong = [  # a value of another parameter: the first value of this one was not recorded
         one
         for one in known
         if one.lacks(initial)
@@ -253,7 +255,7 @@ def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
 
 
 def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:
-    """The first values of parameters of which a rank returns one part."""
+    """The first values of parameters of which a rank returns a single part."""
     for rank, outcome in enumerate(ranks):
         every = tuple(blocks[0].local for name, blocks in outcome.items() if name.startswith(STARTED))
         for name, block in first_blocks(outcome).items():
@@ -262,7 +264,7 @@ def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:
 
 
 def _equal(local: Tensor, true: Tensor) -> bool:
-    """Whether these are the true numbers as far as their dtype holds them."""
+    """Whether these are the true numbers, as far as their dtype can hold them."""
     if local.shape != true.shape:
         return False
     share = max(last_bits(local), torch.finfo(local.dtype).eps)

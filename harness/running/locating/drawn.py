@@ -1,8 +1,8 @@
-"""Numbers that the ranks of a failed case draw in forward and its truth does not: where they are, nothing can agree.
+"""Random numbers that the ranks of a failed case draw in forward and its truth does not: nothing after them can agree.
 
-Ranks and truth run once more, with every draw noted (harness.recording.capturing.operator_probes), for a case whose
-forward is wrong. Numbers that the truth is given (masks of dropout, initial values) are no such ones. The decoder draws
-none, so its ranks are looked at only where the random streams of the process were touched.
+Ranks and truth run once more with every draw recorded (harness.recording.capturing.operator_probes), if the forward is
+wrong. Numbers that are given to the truth (masks of dropout, initial values) do not count. Our decoder draws none, so
+its ranks are watched only if the random state of the process has changed.
 """
 
 from collections.abc import Collection
@@ -19,20 +19,22 @@ from shardproof.harness.subject import NamedSubject, OnRanks
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 _LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"})
-"""Kinds of names that no forward computes."""
+"""Kinds of tensors that no forward computes."""
 
 
 def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """Evidence with the first numbers of forward that only ranks, or only the truth, drew.
+    """The evidence with the first numbers of forward that only ranks, or only the truth, drew.
 
-    The evidence stays where a forward was compared and is right, or where the runs cannot be looked at.
+    Unchanged if the forward was compared and is right, or if the runs cannot be watched.
     """
     compared = [name for name in evidence.truth.tensors if name in evidence.run.returned]
     forward = {name for name in compared if kind_of(name) not in _LATER and not is_state(name)}
     own = trial.reference.own
     untouched = not own and not getattr(trial.engine, "drew", True)
     truth, dropout = evidence.truth, evidence.run.mask_draws is None
-    drawn_by_ranks = truth.from_ranks and dropout  # and returned: by whatever operators they drew
+    drawn_by_ranks = (
+        truth.from_ranks and dropout
+    )  # masks that were returned count as given, whatever operator drew them
     if truth.unmergeable or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
         return evidence
     if not trial.has_time("located"):
@@ -47,7 +49,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
                 case = trial.case.but(**other.sizes, **without_saving(trial.case))
                 differences = differences or _differences(ranks, _of_ranks(trial, case, dropout), other.words)
             return evidence.with_found(drawn=differences)
-    except ShardproofError:  # a program that a dispatch mode disturbs: its errors stand
+    except ShardproofError:  # a dispatch mode disturbs the program, whose own errors stand
         return evidence
 
 
@@ -67,7 +69,7 @@ def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
 
 
 def _differences(ranks: list[Numbers], others: list[Numbers], beside: str = "") -> Fact | None:
-    """The first draw on one side alone: of ranks, or of the truth, or of ranks with the grouping `beside`."""
+    """The first draw that one side alone made: the ranks, the truth, or the ranks of the grouping `beside`."""
     known = [{one.bits for one in drawn} for drawn in (ranks, others)]
     mine = [one for one in ranks if one.forward and one.bits not in known[1]]
     lacking = [one for one in others if one.forward and one.bits not in known[0]]

@@ -1,8 +1,8 @@
-"""The activations of the micro-batch in which a failed case first goes wrong, where that is not the first one.
+"""The activations of the micro-batch in which a failed case first goes wrong, if that is not the first one.
 
-Activations are captured in the first micro-batch of the first step. What a feature keeps from one micro-batch or step
-to the next is right there, and goes wrong behind it. So ranks and dense model run once more, and those of the later
-micro-batch stand in the evidence in the place of the first one's. The evidence is for the explanation alone.
+Activations are captured in the first micro-batch of the first step. A feature that keeps something from one micro-batch
+or step to the next is still right there. So ranks and dense model run once more, and the evidence gets the activations
+of the later micro-batch in place of the first one's. It is used for the explanation alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ from shardproof.harness.running.truth.own import EXACT
 from shardproof.harness.verdicts.verdict import FAIL
 
 CHECK = "later activations"
-"""The name of the finding about them, which is none of a check."""
+"""The name of the finding about these activations, which is no check's."""
 _COMPARED = {name: CHECKS[name] for name in ("replicas", "activations", "activation_gradients")}
 _MOST = 3
-"""Micro-batches that are looked at."""
+"""The most micro-batches that are tried."""
 
 Place = tuple[int, int]
 """Step and micro-batch."""
@@ -36,11 +36,11 @@ Place = tuple[int, int]
 def with_later_activations(
     trial: Trial, evidence: Evidence, findings: Mapping[str, Finding], wrong: Sequence[str]
 ) -> tuple[Evidence, Mapping[str, Finding]]:
-    """Evidence with the activations of the first micro-batch in which one is wrong, and a finding that names these.
+    """The evidence with the activations of the first micro-batch in which one is wrong, and a finding that names these.
 
-    Both stay as they are where the first micro-batch has a wrong one, or none of those looked at has. So they do where
-    a subject does not say how its activations lie, or has a truth of its own, and in other dtypes than float64: there
-    control runs would have to say what is wrong.
+    Unchanged if the first micro-batch has a wrong one, or if none of those tried has. Also unchanged if the subject
+    does not say how its activations lie, if it has a truth of its own, and in dtypes other than float64, in which
+    control runs would be needed.
     """
     activations = any(map(_is_activation, evidence.run.returned))
     if trial.reference.model is None or not activations or trial.case.dtype != EXACT or evidence.truth.unmergeable:
@@ -52,7 +52,7 @@ def with_later_activations(
             with trial.time_part("located"):
                 seen = _observe_place(trial, evidence, place)
                 names = _find_wrong_activations(seen)
-        except Exception:  # the verdict stands; only its place is less exact
+        except Exception:  # the verdict stands with a less exact place
             break
         if names:
             return seen, {**findings, CHECK: Finding(verdict=FAIL, facts=(), names=names)}
@@ -60,7 +60,7 @@ def with_later_activations(
 
 
 def _find_later_places(evidence: Evidence, wrong: Sequence[str]) -> Iterator[Place]:
-    """The micro-batches in which the first wrong tensor may have begun to be wrong, but for the first of all."""
+    """The micro-batches in which the first wrong tensor may have gone wrong, without the first of all."""
     first = next(iter(wrong), "")
     kind, step, case = kind_of(first), max(step_of(first), 0), evidence.run.case
     places = [(step, micro) for micro in range(case.micro) if (step, micro) != (0, 0)]
@@ -71,16 +71,18 @@ def _find_later_places(evidence: Evidence, wrong: Sequence[str]) -> Iterator[Pla
         places = [place for place in places if not off or place[1] in off]
     elif kind == "loss":
         places = places if f"logits/{step}" not in evidence.run.returned else []
-    elif kind == "grad":  # one that ranks do not agree on is no sum of theirs
+    elif kind == "grad":  # a tensor on which ranks disagree is no sum over micro-batches
         known = first not in evidence.run.tensors or find_summed_axes(evidence, first, wrong) is not None
         places = [] if known else places
-    elif kind != "grad_norm" or not step:  # of later steps no gradients are returned that come before it
+    elif kind != "grad_norm" or not step:  # gradients of later steps are not returned
         places = []
     yield from places
 
 
 def _find_wrong_micro_batches(evidence: Evidence, name: str) -> set[int]:
-    """The micro-batches with wrong logits, whose rows lie by data rank, then by micro-batch; empty if not known."""
+    """The micro-batches with wrong logits, whose rows are in order of data ranks and micro-batches;
+    empty if unknown.
+    """
     value, true, case = evidence.run.tensors.get(name), evidence.truth.tensors.get(name), evidence.run.case
     parts = case.micro * getattr(case, "dp", 1)
     if value is None or true is None or value.shape != true.shape or not true.dim() or len(true) % parts:
@@ -91,7 +93,7 @@ def _find_wrong_micro_batches(evidence: Evidence, name: str) -> set[int]:
 
 
 def _has_right_parameters_before(evidence: Evidence, first: str, wrong: Sequence[str]) -> bool:
-    """Whether the step of the first wrong name begins with right parameters, as far as that is known."""
+    """Whether the step of the first wrong name begins with right parameters, as far as is known."""
     if update_in_doubt(evidence.run, evidence.truth, first, wrong, tried=True) < 0:
         return True
     earlier = evidence.search.earlier
@@ -101,7 +103,7 @@ def _has_right_parameters_before(evidence: Evidence, first: str, wrong: Sequence
 def _observe_place(trial: Trial, evidence: Evidence, place: Place) -> Evidence:
     """The evidence with the activations of this step and micro-batch, of the ranks and of the dense model."""
     model, run, truth = trial.reference.model, evidence.run, evidence.truth
-    assert model is not None  # the activations are those of our dense model
+    assert model is not None  # only our decoder can capture these
     again = trial.run(trial.subject.call, name=trial.subject.address, watch=True, observed=place)
     true, control = (
         trial.compute_anew(function, part="located", states=truth.controls.states, observed=place)
@@ -129,7 +131,7 @@ def _without_activations(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _find_wrong_activations(evidence: Evidence) -> tuple[str, ...]:
-    """The activations and their gradients that are wrong, or that ranks do not agree on."""
+    """The activations and their gradients that are wrong, or on which ranks disagree."""
     findings = run_checks(evidence, _COMPARED).values()
     names = [name for finding in findings if finding.verdict == FAIL for name in finding.names]
     return tuple(dict.fromkeys(filter(_is_activation, names)))

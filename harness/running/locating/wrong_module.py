@@ -1,6 +1,7 @@
 """The first wrong module of a failed case whose subject does not say how its activations lie.
 
-Its runs capture modules call by call: a subject on all ranks of an engine, a dense model in this thread.
+Modules are captured call by call: those of the subject on all ranks of an engine, those of a dense model in this
+thread.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,19 +27,21 @@ from shardproof.harness.running.truth.own import EXACT, InParts, PartialSums
 from shardproof.harness.subject import OnRanks, call_subject, kept_per_rank, session
 
 _COPIES = 8
-"""How often what autograd saves is held at most: inputs, outputs and the gradients of both, of subject and truth."""
+"""Captured tensors may take this many times the memory that autograd saves: inputs, outputs and the gradients of both,
+of subject and truth.
+"""
 _PARTS = 2
-"""Into how many partial sums the control run of a subject that is its own truth cuts its sums."""
+"""The number of partial sums in the control run of a subject that is its own truth."""
 _LATER = frozenset({"act", "act_grad", "grad", "grad_norm", "tokens", "param", "metric"})
-"""Kinds of names that a forward of step 0 does not compute, or that modules compute themselves."""
+"""Kinds of tensors that a forward of step 0 does not compute, or that modules compute themselves."""
 
 
 def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """Evidence with the first wrong module of step 0, found in another run without any declared layout.
+    """The evidence with the first wrong module of step 0, found in another run without any declared layout.
 
-    The evidence stays when there is no truth, or when activations were compared by their declared layout. So it does
-    when nothing of step 0 is wrong, or when truth and subject have no modules in common. An error that keeps the run
-    from being made is noted as a problem of the explanation.
+    Unchanged if there is no truth, if activations were compared by their declared layout, if nothing of step 0 is
+    wrong, or if truth and subject have no modules in common. An error of that run is noted as a problem of the
+    explanation.
     """
     first_forward = (name for name in wrong if kind_of(name) not in _LATER and not is_state(name))
     forward = any(step_of(name) <= 0 for name in first_forward)
@@ -58,15 +61,15 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
             modules = modules_of(trial, evidence)
             found = None if modules is None else locate_wrong_module(modules, forward=forward, backward=backward)
             return evidence.with_found(located=found)
-    except Exception as problem:  # the verdict stands; only its place is less exact
+    except Exception as problem:  # the verdict stands with a less exact place
         trial.problems["explanation"] = f"the first wrong module could not be looked for: {error_text(problem)}"
         return evidence
 
 
 def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
-    """Tensors of the modules of the ranks and of the truth in step 0, by another run; None for a truth without any.
+    """The tensors of the modules of ranks and truth in step 0, from another run; None if the truth has no modules.
 
-    Raises what the engine raises, and RequestError when the truth cannot be computed.
+    Raises what the engine raises, and RequestError if the truth cannot be computed.
     """
     truth, controls, first_call = _truths(trial, evidence.truth)
     if not truth.outputs:
@@ -83,9 +86,9 @@ def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
 
 
 def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleCalls]:
-    """Run the subject once on all ranks; by rank, what its modules were given and returned.
+    """Run the subject once on all ranks. Returns by rank what its modules received and returned.
 
-    Raises what the engine raises, and RequestError when the task cannot be sent to the processes of the ranks.
+    Raises what the engine raises, and RequestError if the task cannot be sent to the processes of the ranks.
     """
     task = RankTask(case=case, subject=subject, device=trial.device, text=trial.text)
     run = partial(trial.engine.run, world_size=case.world_size, seed=case.seed, timeout_s=trial.limit_s)
@@ -107,7 +110,7 @@ def _truths(trial: Trial, truth: Truth) -> tuple[ModuleCalls, list[ModuleCalls],
         return _of_names(named), [_of_names(run) for run in runs], True
     if names.own and isinstance(names.own.dense, OnRanks):
         one, own = names.own.dense.case_of(case), names.own.dense.subject
-        if one.world_size > 1:  # what its modules return would have to be merged, and nothing says how
+        if one.world_size > 1:  # outputs would have to be merged over ranks, in an unknown layout
             return ModuleCalls(outputs={}, inputs={}, gradients={}), [], False
         if trial.given:
             own = replace(own, call=names.own.with_masks(trial.given), address="")
@@ -119,7 +122,7 @@ def _truths(trial: Trial, truth: Truth) -> tuple[ModuleCalls, list[ModuleCalls],
 
 
 def _dense(function: Function, trial: Trial) -> ModuleCalls:
-    """Run the dense model once in this thread; what its modules were given and returned, nothing when it has none."""
+    """Run the dense model once in this thread. Returns what its modules received and returned; empty without any."""
     given = {"given": trial.given} if trial.given else {}
     with CallCapture() as capture, capture.on_rank(0):
         function(trial.case, torch.device(trial.device), **given)
@@ -127,7 +130,7 @@ def _dense(function: Function, trial: Trial) -> ModuleCalls:
 
 
 def _of_names(outcome: Mapping[str, Tensor]) -> ModuleCalls:
-    """Activations by their names as the calls of modules, one for each."""
+    """Activations by name, as one call of a module each."""
 
     def of(kind: str) -> dict[str, tuple[TensorCopy, ...]]:
         return {
@@ -140,14 +143,14 @@ def _of_names(outcome: Mapping[str, Tensor]) -> ModuleCalls:
 
 
 def _alone(rank: int, task: RankTask) -> ModuleCalls:
-    """The program of a rank that has its process for itself."""
+    """The program of a rank that is a process."""
     subject = task.call
     with CallCapture() as capture, session(subject):
         return _beside(rank, subject, task.case, capture, rank_device(task.device, rank))
 
 
 def _beside(rank: int, subject: Subject, case: CaseLike, capture: CallCapture, device: torch.device) -> ModuleCalls:
-    """The program of a rank where all ranks share the capture."""
+    """The program of a rank that shares the capture with all others."""
     with capture.on_rank(rank):
         call_subject(subject, case, device)
         return capture.calls(rank)

@@ -1,4 +1,5 @@
-"""Whether this machine can hold a case, checked before anything of it is made. Sizes are elements; GiB in messages.
+"""Whether this machine can hold a case, checked before anything of it is allocated. Sizes are elements; GiB in
+messages.
 
 The harness knows no model: the dense model states the size of a case.
 """
@@ -14,15 +15,17 @@ _WIDTH = 8
 """Bytes of an element: the truth is float64, tokens are int64."""
 _SHAPES_ALONE = "dry"
 _THREADS = 4096
-"""Ranks that are threads. A thread each is within Linux's default limits; a step of more takes over an hour."""
+"""The most ranks that are threads. Linux's default limits allow a thread for each; a step of more takes over an hour.
+"""
 _PROCESS_BYTES = 2**27
 """Memory of a rank that is a process, before it has a model: 128 MiB."""
 
 
 def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None) -> None:
-    """Raise RequestError for the first case of too many ranks, or larger than the memory of this machine or the limit.
+    """Raise RequestError for the first case with too many ranks, or larger than the memory of this machine or the
+    limit.
 
-    Nothing is known of the size of a plain case, only its ranks.
+    Of a plain case only the ranks are known.
     """
     cases = tuple(cases)
     for case in cases:
@@ -47,7 +50,7 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
 
 
 def select_admitted_cases(cases: Iterable[CaseLike], engine: str) -> tuple[CaseLike, ...]:
-    """The cases that this machine can hold. Raises RequestError for the first one when it can hold none."""
+    """The cases that this machine can hold. Raises RequestError for the first one if it can hold none."""
     cases_left, first = [], None
     for case in cases:
         try:
@@ -61,9 +64,9 @@ def select_admitted_cases(cases: Iterable[CaseLike], engine: str) -> tuple[CaseL
 
 
 def admit_ranks(case: CaseLike, engine: str) -> None:
-    """Raise RequestError for a case of more ranks than the engine of this name can run on this machine.
+    """Raise RequestError for a case with more ranks than the engine of this name can run on this machine.
 
-    `dry` runs few of them, and how many `torchrun` has is decided where it was launched.
+    `dry` runs few of them, and the launcher has decided how many `torchrun` has.
     """
     most = {"inproc": (_THREADS, "threads"), "pool": (max(2, memory_bytes() // _PROCESS_BYTES), "processes")}
     if engine not in most or case.world_size <= most[engine][0]:

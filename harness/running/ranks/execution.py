@@ -1,8 +1,8 @@
-"""Run of a subject on all ranks of an engine: recorded with its activations captured, or plain.
+"""Runs a subject on all ranks of an engine: recorded with its activations captured, or plain.
 
 Ranks that are threads of this process are observed here, by one recorder for all. On a rank that is a process, the
-engine runs `perform`, which observes the rank there; its task and its answer are pickled. The outcome is turned into
-blocks inside every rank, because a DTensor knows its place only there. Times are seconds, sizes bytes.
+engine runs `perform`, which observes the rank there; its task and its answer are pickled. Every rank turns its outcome
+into blocks itself, because a DTensor knows its place only there. Times are seconds, sizes bytes.
 """
 
 import os
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from shardproof.harness.recording.spans import Stopwatch
 
 _SAME_CLOCK_S = 3600.0
-"""A task that seems older, or of the future, comes from a machine with another clock: times begin at its arrival."""
+"""A task that is older, or from the future, comes from a machine with another clock: its times begin at its arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
     """A run of a subject, as ranks in other processes receive it. `subject`: "module:object", or a callable to pickle.
 
-    `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
-    subject can place, of the `observed` step and micro-batch, and measures what autograd saves; with `overlap` also
-    which calls are hidden. The ledger's times begin at `origin_s`, of time.perf_counter.
+    `text` is the ledger's column `case`. `record` makes the ledger. `watch` captures the activations that the subject
+    can place, of the `observed` step and micro-batch, and measures what autograd saves; with `overlap` also which calls
+    overlap. The ledger's times begin at `origin_s`, of time.perf_counter.
     """
 
     case: CaseLike
@@ -65,7 +65,7 @@ class RankTask:
 
     @property
     def call(self) -> Any:
-        """The subject itself, imported where it is named."""
+        """The subject, imported if it is given by name."""
         return resolve(self.subject) if isinstance(self.subject, str) else self.subject
 
 
@@ -83,13 +83,13 @@ def execute(
     timeout_s: float = 60.0,
     name: str = "",
 ) -> Execution:
-    """Run the case once, recorded or not; `text` is what the ledger's column `case` says.
+    """Run the case once, recorded or not; `text` is the ledger's column `case`.
 
-    `watch` measures saved memory. Every module's output and its gradient are captured too, in the `observed` step and
+    `watch` measures saved memory, and captures every module's output and its gradient in the `observed` step and
     micro-batch, if the subject states how a rank's part lies in the full one (`subject.activations`). `overlap`
-    measures too which asynchronous calls are hidden. A tool that listens to a recorded run gets nvtx ranges. `name`,
+    measures which asynchronous calls overlap with products. If a profiler listens, the run has nvtx ranges. `name`,
     module:object, is how ranks in other processes find the subject; without it the subject is pickled. Raises what the
-    engine raises: ProgramError when the subject fails, MachineError when the machine does.
+    engine raises: ProgramError if the subject fails, MachineError if the machine does.
     """
     watched = partial(RankTask, record=record, watch=watch, overlap=overlap, observed=observed)
     task = watched(case=case, subject=name or subject, device=device, text=text)
@@ -111,10 +111,10 @@ def _on_threads(task: RankTask, subject: Subject, run: Callable[..., Any]) -> Ex
 
 
 def sendable(task: RankTask) -> RankTask:
-    """The task itself. Raises RequestError when it cannot be sent to another process."""
+    """The task itself. Raises RequestError if it cannot be pickled."""
     try:
         pickle.dumps(task)
-    except Exception as problem:  # whatever a user's own pickling raises
+    except Exception as problem:  # pickling a user's class may raise anything
         rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
         name = getattr(task.subject, "__qualname__", type(task.subject).__qualname__)
         raise RequestError(f"subject {name}: {rule}; legal: name it module:object") from problem
@@ -122,7 +122,7 @@ def sendable(task: RankTask) -> RankTask:
 
 
 def perform(rank: int, task: RankTask) -> Execution:
-    """Run the subject on this rank, which has its process for itself, as the task says."""
+    """Run the subject as the task says, on this rank, which is a process."""
     leave_unloaded()
     subject = task.call
     device, past_s = rank_device(task.device, rank), time.perf_counter() - task.origin_s
@@ -145,14 +145,14 @@ def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, 
 
 
 def _ranges() -> "Ranges | None":
-    """The ranges for a tool that listens to this process; None when none does."""
+    """The nvtx ranges, if a profiler listens to this process; else None."""
     if not os.environ.get(TOOL):
         return None
     return attached_ranges()
 
 
 def _stopwatch(device: torch.device) -> "Stopwatch | None":
-    """The stopwatch of a device, None where the host's clock is true."""
+    """The stopwatch of a device; None if the host's clock is exact."""
     if device.type != "cuda":
         return None
     return stopwatch(device)
@@ -161,7 +161,7 @@ def _stopwatch(device: torch.device) -> "Stopwatch | None":
 def _enter_watching(
     task: RankTask, subject: Subject, device: torch.device, origin_s: float | None, entered: ExitStack
 ) -> Watching:
-    """Observers of the ranks of this process, as a task states: all of it is made and entered here."""
+    """The observers of the ranks of this process that a task asks for, made and entered."""
     case, recorder = task.case, None
     saved = SavedActivations() if task.watch else None
     places = task.watch and offers(subject, "activations")

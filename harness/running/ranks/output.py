@@ -24,19 +24,19 @@ from typing import Any
 from shardproof.harness.engines.processes.workers import handlers_of
 
 _Line = tuple[int, str]
-"""The place of a stream among the two, and the text."""
+"""The number of a stream (standard output, error) and the text."""
 _FIRST, _LAST = 10_000, 100
-"""Different lines of a case that are shown as they come, and at its end."""
+"""The most lines of a case that are shown as they come, and at its end."""
 _CHARACTERS = 4_000_000
-"""The length of the first lines together is at most this."""
+"""The most characters of the first lines together."""
 _LONGEST = 4_000
-"""Characters of text without a line feed that wait for one, and of a line among the last."""
+"""The most characters without a line feed that wait for one, and of each of the last lines."""
 _LOGGED = re.compile(r"^(?:\[rank\d+\]:)?([VDIWEC])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
-"""Beginning of a line of torch's log: rank, level and day, time, process; then follow file, line and message."""
+"""The beginning of a line of torch's log: rank, level and day, time, process. File, line and message follow."""
 
 
 class _Printed:
-    """Prints of one rank in one run: how often each line, and the lines that are not over, by stream."""
+    """What one rank prints in one run: how often it printed each line, and its unfinished lines, by stream."""
 
     def __init__(self) -> None:
         self.lines: Counter[_Line] = Counter()
@@ -44,12 +44,12 @@ class _Printed:
 
 
 _PRINTED: ContextVar[_Printed | None] = ContextVar("shardproof_rank_output", default=None)
-"""Prints of the rank of this thread, None outside of a rank."""
+"""The prints of the rank of this thread, None outside of a rank."""
 
 
 @contextmanager
 def shown_once() -> Iterator[None]:
-    """In the body, lines that ranks repeat on standard output and error are counted in place of being shown again."""
+    """Inside, lines that several ranks print on standard output or error are counted instead of shown again."""
     shown, lock = _Shown(), threading.Lock()
     out, err = (_Stream(place, under, shown, lock) for place, under in enumerate((sys.stdout, sys.stderr)))
     handlers = handlers_of(out.under, err.under)
@@ -68,7 +68,7 @@ def shown_once() -> Iterator[None]:
 
 
 class _Shown:
-    """The lines of a case: how often each was shown, and how often it was not; `last` are those after the first."""
+    """The lines of a case: how often each was shown and not shown. `last` are those after the first lines."""
 
     def __init__(self) -> None:
         self.shown: Counter[_Line] = Counter()
@@ -77,7 +77,7 @@ class _Shown:
         self._characters = self._later = 0
 
     def is_one_of_the_first(self, line: _Line) -> bool:
-        """Whether this line is counted; else it is kept while it is one of the last."""
+        """Whether this line is counted. Otherwise it is kept as long as it is one of the last."""
         if line in self.shown:
             return True
         if len(self.shown) < _FIRST and self._characters + len(line[1]) <= _CHARACTERS:
@@ -92,20 +92,20 @@ class _Shown:
         return False
 
     def left_out(self) -> str:
-        """How many lines came after the first: "" when there were none."""
+        """A line that says how many lines came after the first, else ""."""
         if not self._later:
             return ""
         rest = f"{self._later:,} more lines in all runs of the case"
         return f"(the ranks printed {rest}; the last {len(self.last)} different ones follow)"
 
     def is_new(self, line: _Line, times: int) -> bool:
-        """Count a line that a rank prints for the n-th time; whether no rank has in any run so far."""
+        """Count the n-th time that a rank prints a line. Returns whether no rank has printed it so often in any run."""
         new = times > self.shown[line]
         (self.shown if new else self.repeated)[line] += 1
         return new
 
     def summary(self) -> str:
-        """How much was repeated, and how often: "" when nothing was."""
+        """A line that says how much was repeated, and how often, else ""."""
         times = [(self.shown[line] + count) // self.shown[line] for line, count in self.repeated.items() if line[1]]
         if not times:
             return ""
@@ -115,7 +115,7 @@ class _Shown:
 
 
 class _Stream:
-    """Stands for a text stream; what it does not change is the stream's own."""
+    """Stands for a text stream. What it does not change is an attribute of the stream."""
 
     def __init__(self, place: int, under: Any, shown: _Shown, lock: threading.Lock) -> None:
         self.under = under
@@ -125,7 +125,7 @@ class _Stream:
         return getattr(self.under, name)
 
     def write(self, text: str) -> int:
-        """Write what is new among the lines of a rank, and whatever others write."""
+        """Write the lines of a rank that no other has written, and all that is written outside of ranks."""
         mine = _PRINTED.get()
         if mine is None or sys.gettrace() is not None:
             self.under.write(text)
@@ -151,7 +151,7 @@ class _Stream:
             self.write(line)
 
     def flush(self) -> None:
-        """Show what a rank has begun, and flush."""
+        """Show the unfinished lines of a rank, and flush."""
         mine = _PRINTED.get()
         if mine is not None:
             self.under.write(mine.open.pop(self._place, (self, ""))[1])
@@ -160,7 +160,7 @@ class _Stream:
 
 @contextmanager
 def rank_output() -> Iterator[None]:
-    """This thread runs a rank's program until the context is left."""
+    """Mark this thread as running a rank's program."""
     mine = _Printed()
     token = _PRINTED.set(mine)
     try:

@@ -1,4 +1,4 @@
-"""Observation of ranks while they run in this process: the ledger, activations, what autograd saves, overlap."""
+"""Observes ranks that run in this process: the ledger, activations, what autograd saves, overlap."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,12 +25,12 @@ Localized = dict[str, tuple[Block, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Result of one run: outcomes and captured activations by rank, the ledger when recorded.
+    """The result of one run: outcomes and captured activations by rank, and the ledger if it was recorded.
 
-    `unwaited` are asynchronous calls that were never waited for, `problem` is why activations could not be placed.
-    `saved_bytes` by rank is the most that autograd held for backward, () when not measured. `hidden` are the calls
-    (rank, call index) during which their rank computed a product, None when not measured. `spans` are those of ranks of
-    a pipeline that ran at the same time. `packed`: the ranks stated documents while they were recorded.
+    `unwaited` are asynchronous calls that were never waited for, `problem` says why activations could not be placed.
+    `saved_bytes` by rank is the most that autograd held for backward, () if not measured. `hidden` are the calls (rank,
+    call index) during which their rank computed a product, None if not measured. `spans` are those of pipeline ranks
+    that ran at the same time. `packed`: the recorded ranks stated documents.
     """
 
     outcomes: tuple[Localized, ...]
@@ -46,7 +46,7 @@ class Execution:
 
     @classmethod
     def join_ranks(cls, ranks: "Sequence[Execution]") -> "Execution":
-        """Results of all ranks, each of which has run for itself."""
+        """The results of all ranks, from the results that each rank made for itself."""
         problem = next((rank.problem for rank in ranks if rank.problem), "")
         measured = [rank.hidden for rank in ranks if rank.hidden is not None]
         return cls(
@@ -63,9 +63,9 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
-    """Observers of the ranks of this process in one run; None for what the run does not need.
+    """The observers of the ranks of this process in one run; None for those that the run does not need.
 
-    `observer` is notified of calls by the engine.
+    The engine notifies `observer` of calls.
     """
 
     case: CaseLike
@@ -93,7 +93,7 @@ class Watching:
             yield
 
     def execution(self, ranks: Sequence[int], outcomes: Sequence[Localized]) -> Execution:
-        """These outcomes, and what was seen of these ranks."""
+        """The result: these outcomes, and what was observed of these ranks."""
         captured: list[Localized] = []
         problem = ""
         try:
@@ -101,7 +101,7 @@ class Watching:
                 captured = answer_question(
                     "activations", lambda: [self._place_captured(rank, capture) for rank in ranks]
                 )
-        except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
+        except Unanswered as error:  # the subject's statement of its layout is wrong: that is noted, and the run stands
             problem = str(error)
         return Execution(
             outcomes=tuple(outcomes),
@@ -114,7 +114,7 @@ class Watching:
         )
 
     def _place_captured(self, rank: int, capture: Capture) -> Localized:
-        """The captured tensors of one rank as blocks of full ones; modules without a counterpart are left out."""
+        """The captured tensors of one rank as blocks of full ones, without modules that have no counterpart."""
         place = getattr(self.subject, "activations")  # noqa: B009  (optional, so the protocol does not declare it)
 
         def place_locals(kind: str, locals_: Mapping[str, Tensor]) -> Localized:

@@ -1,8 +1,8 @@
 """Runs for the check `documents`: one step with some documents changed, then with the gradients of some alone.
 
-Each ordered pair of documents is told apart by one run at least: each document is in half of the runs, and no two are
-in the same ones. So 6 documents need 4 runs of either kind, and 70 need 8. Behind a difference the documents of that
-run are halved until one is left.
+For any two documents, one run chooses the first and not the second: each document is chosen in half of the runs, and no
+two in the same ones. So 6 documents need 4 runs forward and 4 backward, and 70 need 8. When a run shows a difference,
+its documents are halved until one is left.
 
 Gradients are compared with those of a run in which every place stops all of them. What does not go through these
 places, such as the gradient of a balance loss over all tokens, is the same in both.
@@ -27,20 +27,20 @@ from shardproof.harness.subject import NamedSubject, call_subject, refusal
 
 _NOBODY = frozenset[int]()
 _ROUNDING = 16.0
-"""Epsilons of the largest value, up to which a difference may be rounding: the rows of a product were other ones."""
+"""A difference of at most this many epsilons of the largest value may be rounding: a product had other rows."""
 _KINDS = {"forward": "values", "backward": "gradients"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Probed:
-    """A subject whose outcome is what came to the places at which it states documents."""
+    """A subject whose outcome is what passed the places at which it states documents."""
 
     subject: NamedSubject
     changed: frozenset[int] = _NOBODY
     let_through: frozenset[int] = _NOBODY
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
@@ -51,7 +51,7 @@ class _Probed:
 
 
 def run_documents(trial: Trial) -> Documents:
-    """What the documents of the first step do to each other."""
+    """Whether documents of the first step influence each other."""
     case = _first_step(trial)
     try:
         with trial.time_part("documents"):
@@ -61,7 +61,7 @@ def run_documents(trial: Trial) -> Documents:
 
 
 def _first_step(trial: Trial) -> CaseLike:
-    """The case with one step, where the subject takes it."""
+    """The case with one step, or with its own number if the subject refuses one."""
     case: CaseLike = trial.case.but(**without_saving(trial.case))
     one = case.but(steps=1)
     return case if refusal(one, trial.subject) else one
@@ -81,7 +81,7 @@ def _tell_apart(trial: Trial, case: CaseLike) -> Documents:
 
 
 def _separating_sets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
-    """Sets of which, for any two numbers, one has the first and not the second."""
+    """Sets such that, for any two numbers, one of them holds the first and not the second."""
     size = next(size for size in count(1) if comb(size, size // 2) >= len(numbers))
     codes = dict(zip(numbers, combinations(range(size), size // 2), strict=False))
     for place in range(size):
@@ -98,7 +98,7 @@ def _places(outcomes: Outcomes) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def _leak(trial: Trial, case: CaseLike, base: Outcomes, chosen: frozenset[int], phase: str) -> DocumentLeak | None:
-    """The first place that these documents reach and that is not theirs, beyond rounding where there is one."""
+    """The first place at which these documents change tokens of others; one within rounding if no other does."""
     how = {"changed" if phase == "forward" else "let_through": chosen}
     other = trial.run(_Probed(trial.subject, **how), case).outcomes
     found = [*_differences(base, other, chosen, phase)]
@@ -108,7 +108,7 @@ def _leak(trial: Trial, case: CaseLike, base: Outcomes, chosen: frozenset[int], 
 
 
 def _differences(base: Outcomes, other: Outcomes, chosen: frozenset[int], phase: str) -> Iterator[DocumentLeak]:
-    """Places at which tokens of other documents differ between two runs."""
+    """The places at which tokens of documents outside `chosen` differ between the two runs."""
     kind, come_from = _KINDS[phase], {"forward": -1, "backward": 1}[phase]
     lines = {(rank, int(name.split()[0])): name.split(maxsplit=2)[2] for rank, name, _ in _places(base)}
     for rank, name, numbers in _places(base):
@@ -136,7 +136,7 @@ def _differences(base: Outcomes, other: Outcomes, chosen: frozenset[int], phase:
 
 
 def _with_one(trial: Trial, case: CaseLike, base: Outcomes, chosen: frozenset[int], leak: DocumentLeak) -> DocumentLeak:
-    """The leak from one document alone, found by halves."""
+    """The leak from one document alone, found by bisection."""
     suspects = sorted(chosen, key=lambda number: abs(number - leak.other))  # neighbours first
     while len(suspects) > 1:
         half = suspects[: len(suspects) // 2]

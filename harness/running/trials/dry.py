@@ -1,4 +1,4 @@
-"""The evidence of a case on ranks that have shapes and no numbers, and its findings. Sizes are GiB in messages."""
+"""The evidence and findings of a case on ranks that have shapes and no numbers. Sizes are GiB in messages."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -17,7 +17,7 @@ from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, note_uncheck
 
 
 def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
-    """The evidence of one recorded run on the ranks that stand for all, and the findings that it allows.
+    """The evidence of one recorded run on a few ranks that represent all, and the findings that it allows.
 
     There is no truth, no outcome, no second run.
     """
@@ -48,7 +48,7 @@ def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
 
 
 def _name_unwaited_call(rank: DryRank, event: Event) -> Unwaited:
-    """The call as engines name it: by its number among the rank's calls in its group."""
+    """The call as engines name it: its number among the calls of its rank and group."""
     before = [other for other in rank.events if other.axis == event.axis and other.call_index < event.call_index]
     return Unwaited(
         rank=rank.rank,

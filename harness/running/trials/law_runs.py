@@ -1,6 +1,7 @@
-"""Runs for the laws of a subject with a truth of its own: of the same global batch, over other ranks and micro-batches.
+"""Runs for the laws of subjects: the same global batch over other ranks and micro-batches, the dense model in float32.
 
-Then whether its dense model computes one function in every precision, but for rounding, or depends on the dtype.
+The first must give the same step. The second shows whether the dense model is one function in every dtype, but for
+rounding.
 """
 
 import math
@@ -34,13 +35,13 @@ from shardproof.harness.subject import NamedSubject, OnRanks, offers, own_cases,
 
 _GROUPINGS = 2
 _LARGEST = 8
-"""Ranks of a grouping, where the case itself has fewer."""
+"""The most ranks of a grouping, if the case itself has fewer."""
 
 
 def run_regroupings(trial: Trial, truth: Truth) -> Regroupings | None:
-    """Up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`); None where there is none.
+    """Up to _GROUPINGS runs of the same global batch in other groupings (`groupings`); None if there are none.
 
-    Only in float64, or in another dtype of a subject that refuses it. An unfinished run is no failure.
+    A run that does not end is no failure.
     """
     if truth.from_ranks or truth.unmergeable:  # another grouping draws other numbers
         return None
@@ -64,9 +65,9 @@ def _run_grouping(trial: Trial, truth: Truth, sizes: dict[str, int], case: CaseL
 def _truth_of_grouping(
     trial: Trial, truth: Truth, case: CaseLike, grouped: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """The dense model in this grouping, where the first loss or a gradient is another one there than the truth's.
+    """The dense model in this grouping, if the first loss or a gradient differs there from the truth; else empty.
 
-    Nothing where the dense model is no function of the subject's own: then it takes its samples in groups of its own.
+    Also empty for a dense model that is no function of the subject: it has one grouping, its own.
     """
     own = trial.reference.own
     first = [name for name in truth.tensors if kind_of(name) in ("loss", "grad") and step_of(name) <= 0]
@@ -90,10 +91,11 @@ def most_exact(case: CaseLike, subject: NamedSubject) -> bool:
 def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
     """Up to _GROUPINGS other sizes, each with its case: of dp and micro with the same product.
 
-    First one data rank, then as many as fit on the ranks there are, or _LARGEST. The last, where it can be, also has
-    other context ranks and stages. None are there without a data axis, which a subject of own cases has where one of
-    them has data ranks. None are there where the case's mathematics depends on which rank holds what; sizes that the
-    subject refuses are left out.
+    The first has one data rank, the second as many as fit on the ranks of the case, or on _LARGEST. The last has other
+    context ranks and stages too, if the subject takes them. Sizes that the subject refuses are left out.
+
+    Empty unless the case is as exact as the subject can be (`most_exact`), if its mathematics depends on which rank
+    holds what, and without a data axis. A subject with cases of its own has one if any of these has data ranks.
     """
     dp, named = getattr(case, "dp", 0), own_cases(subject)
     has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))
@@ -101,16 +103,18 @@ def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int
         return []
     whole, most = dp * case.micro, max(case.world_size, _LARGEST) * dp // case.world_size
     sizes = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n != dp]
-    found = _legal(case, subject, [{"dp": n, "micro": whole // n} for n in sizes[:1] + sizes[:0:-1]], _GROUPINGS)
-    spread = _legal(case, subject, [{"dp": 1, "micro": whole, **words} for words in _otherwise(case, subject)], 1)
+    found = _find_legal(case, subject, [{"dp": n, "micro": whole // n} for n in sizes[:1] + sizes[:0:-1]], _GROUPINGS)
+    spread = _find_legal(
+        case, subject, [{"dp": 1, "micro": whole, **words} for words in _other_slices_and_stages(case, subject)], 1
+    )
     return [*found[: _GROUPINGS - len(spread)], *spread]
 
 
-def _otherwise(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
-    """Other numbers of context ranks and stages: both, then one of them.
+def _other_slices_and_stages(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
+    """Words that change the numbers of context ranks and stages: both, then one of them.
 
-    A subject without `refuses` has not stated that it knows these words. A subject of own cases has them where a case
-    names several such ranks.
+    Empty for a subject without `refuses`, which has not stated that it knows these words. A subject with cases of its
+    own knows a word if one of these has several such ranks.
     """
     own = own_cases(subject)
     named = (case,) if own is None and offers(subject.call, "refuses") else own or ()
@@ -121,12 +125,12 @@ def _otherwise(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
     return [changed, *({word: size} for word, size in changed.items())] if changed else []
 
 
-def _legal(
+def _find_legal(
     case: CaseLike, subject: NamedSubject, sizes: list[dict[str, int]], most: int
 ) -> list[tuple[dict[str, int], CaseLike]]:
-    """The first of these sizes, with their cases, that break no rule and are not refused.
+    """The first `most` of these sizes that are legal, with their cases: they break no rule and are not refused.
 
-    They need no more than _LARGEST ranks or those of the case.
+    They need no more ranks than the case, or _LARGEST.
     """
     legal: list[tuple[dict[str, int], CaseLike]] = []
     for words in sizes:
@@ -141,65 +145,87 @@ def _legal(
 DTYPE = "float32"
 """Dtype that is compared with float64: the roundings of a 16-bit case would hide another function."""
 _LATER = {kind for check, kinds in NUMERIC_KINDS.items() if check not in ("forward", "activations") for kind in kinds}
-"""Kinds of names that are no numbers of a forward."""
+"""Kinds of tensors that are not computed in a forward."""
 _UNSEEN = epsilon(DTYPE) ** 0.5
-"""What is allowed where no operator of a truth is seen, as of numpy: rounding takes less than half of the digits."""
+"""The limit of a truth without operators of torch, such as in numpy: rounding takes less than half of the digits."""
 _MANY = 16
-"""Elements of a tensor of which some may differ and not most."""
+"""In a tensor of fewer elements, some that differ are most of them."""
 
 
 def with_first_forward(trial: Trial, truth: Truth) -> Truth:
-    """The truth with the tensor of the dense model's first forward that is furthest off in float32.
+    """The truth with the tensor of the dense model's first forward whose error in float32 is furthest beyond its limit.
 
-    As it is for the decoder, and where the dense model has no float32 run, or no forward to compare. A dense model that
-    draws its weights in the case's dtype is another model in float32 than in float64. Other numbers come of the same
-    seed. The distance of its control runs is no rounding then, and limits made of it let anything pass.
+    A dense model may draw its weights in the case's dtype. Then the same seed gives others in float32 than in float64,
+    and limits made from the distance of the two runs would let anything pass. The error of the first forward shows it.
 
-    So the first forward of its float32 run is held against that in float64. Rounding explains the error in theory of as
-    many operations in a row as there are tensors of parameters. Each is a sum of as many terms as the longest dim of
-    them has elements. A model may amplify rounding. So LEAP times the effect of a random error in the result of
-    every operator is explained too, of several draws the largest. Where a router chooses otherwise, some rows differ,
-    which decides nothing.
+    If one operator causes the error (harness.running.truth.of_dtype), the function that the model computes depends on
+    the dtype, and the truth becomes that of the case's dtype.
 
-    Where the difference came from one operator (harness.running.truth.of_dtype), the function depends on the dtype, and
-    the truth is that in the case's dtype.
+    Unchanged for our decoder, for a case in float64, and for a dense model without float32 or a forward to compare.
     """
-    names = [n for n, tensor in truth.tensors.items() if _of_first_forward(n) and tensor.is_floating_point()]
-    own, dtype = trial.reference.own, trial.case.dtype
-    if not names or not own or dtype == "float64":
+    own = trial.reference.own
+    if not own or trial.case.dtype == "float64":
         return truth
-    run = truth.controls.runs[0] if dtype == DTYPE and truth.controls.runs else _lower(trial, parts=2)
-    true = {name: truth.tensors[name] for name in names if _fits(run, name, truth.tensors)}
-    gaps = {name: distance(run[name], true[name]).frobenius for name in true if true[name].any()}
-    theory = CONTROL_FACTOR * _theory(truth.tensors)
-    allowed = dict.fromkeys(gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), theory))
-    moved = 0.0
-    for parts in PERTURBED:
-        if all(gaps[name] <= allowed[name] for name in gaps):
-            break
-        other = _lower(trial, parts=parts)
-        for name in gaps:
-            between = distance(other[name], run[name]).frobenius if _fits(other, name, true) else math.inf
-            allowed[name], moved = max(allowed[name], LEAP * between), max(moved, between)
-    else:
-        allowed = {name: max(limit, 0.0 if moved else _UNSEEN) for name, limit in allowed.items()}
-    off = [name for name in gaps if gaps[name] > allowed[name]]
-    if not gaps or any(not _mostly(run[name], true[name], allowed[name]) for name in off):
+    found = _measure_first_forward(trial, truth)
+    if found is None:
         return truth
-    worst = max(gaps, key=lambda name: gaps[name] / allowed[name])
-    epsilons = gaps[worst] / epsilon(dtype)
-    found = Measured(name=worst, measure="frobenius", error=gaps[worst], allowed=allowed[worst], epsilons=epsilons)
     truth = replace(truth, first_forward=found)
     if found.right:
         return truth
     operator = differing_operator(_forward(trial, own, "float64"), _forward(trial, own, DTYPE), found.error)
-    if not operator:
-        return truth
-    mine = trial.compute_anew(trial.reference.control, part="control", parts=1)
-    known = [n for n in truth.tensors if _fits(mine, n, truth.tensors) and bool(mine[n].isfinite().all())]
-    tensors = {**truth.tensors, **{name: mine[name].to(truth.tensors[name].dtype) for name in known}}
-    begun = {name.removeprefix(INITIAL): mine[name].double() for name in mine if name.startswith(INITIAL)}
-    return replace(truth, tensors=tensors, initial=begun, of_dtype=operator)
+    return _truth_of_dtype(trial, truth, operator) if operator else truth
+
+
+def _measure_first_forward(trial: Trial, truth: Truth) -> Measured | None:
+    """The tensor of the first forward that is furthest off in float32, with its limit.
+
+    None if there is no such forward, or if some rows alone differ: there a router chose otherwise.
+    """
+    names = [n for n, tensor in truth.tensors.items() if _of_first_forward(n) and tensor.is_floating_point()]
+    if not names:
+        return None
+    controls = truth.controls.runs
+    run = controls[0] if trial.case.dtype == DTYPE and controls else _run_in_float32(trial, parts=2)
+    true = {name: truth.tensors[name] for name in names if _fits(run, name, truth.tensors)}
+    gaps = {name: distance(run[name], true[name]).frobenius for name in true if true[name].any()}
+    limits = _limits_in_float32(trial, truth, run, gaps)
+    off = [name for name in gaps if gaps[name] > limits[name]]
+    if not gaps or any(not _differs_mostly(run[name], true[name], limits[name]) for name in off):
+        return None
+    worst = max(gaps, key=lambda name: gaps[name] / limits[name])
+    epsilons = gaps[worst] / epsilon(trial.case.dtype)
+    return Measured(name=worst, measure="frobenius", error=gaps[worst], allowed=limits[worst], epsilons=epsilons)
+
+
+def _limits_in_float32(
+    trial: Trial, truth: Truth, run: Mapping[str, Tensor], gaps: Mapping[str, float]
+) -> dict[str, float]:
+    """By name, the largest error of a first forward that rounding to float32 explains.
+
+    In theory that is the error of many sums (`_theory`). A model may amplify rounding, so LEAP times the effect of a
+    random error in the result of every operator is explained too, the largest of several draws.
+    """
+    theory = CONTROL_FACTOR * _theory(truth.tensors)
+    limits = dict.fromkeys(gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), theory))
+    largest = 0.0
+    for parts in PERTURBED:
+        if all(gaps[name] <= limits[name] for name in gaps):
+            return limits
+        other = _run_in_float32(trial, parts=parts)
+        for name in gaps:
+            effect = distance(other[name], run[name]).frobenius if _fits(other, name, truth.tensors) else math.inf
+            limits[name], largest = max(limits[name], LEAP * effect), max(largest, effect)
+    # Without any effect the operators were not seen, as those of numpy.
+    return limits if largest else {name: max(limit, _UNSEEN) for name, limit in limits.items()}
+
+
+def _truth_of_dtype(trial: Trial, truth: Truth, operator: str) -> Truth:
+    """The truth with the tensors of a control run in the case's dtype, as far as they are finite."""
+    run = trial.compute_anew(trial.reference.control, part="control", parts=1)
+    known = [n for n in truth.tensors if _fits(run, n, truth.tensors) and bool(run[n].isfinite().all())]
+    tensors = {**truth.tensors, **{name: run[name].to(truth.tensors[name].dtype) for name in known}}
+    initial = {name.removeprefix(INITIAL): run[name].double() for name in run if name.startswith(INITIAL)}
+    return replace(truth, tensors=tensors, initial=initial, of_dtype=operator)
 
 
 def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[OperatorStep]:
@@ -219,8 +245,8 @@ def _of_first_forward(name: str) -> bool:
     return kind not in _LATER and (kind == "act" or step_of(name) == 0)
 
 
-def _lower(trial: Trial, *, parts: int) -> Mapping[str, Tensor]:
-    """A float32 run of the dense model; nothing where it has none."""
+def _run_in_float32(trial: Trial, *, parts: int) -> Mapping[str, Tensor]:
+    """A run of the dense model in float32; empty if it refuses that."""
     try:
         return trial.compute_anew(trial.reference.control, trial.case.but(dtype=DTYPE), part="control", parts=parts)
     except (RequestError, ValueError):
@@ -232,14 +258,14 @@ def _fits(run: Mapping[str, Tensor], name: str, truth: Mapping[str, Tensor]) -> 
 
 
 def _theory(truth: Mapping[str, Tensor]) -> float:
-    """The relative error of as many sums in a row as there are parameters, of as many terms as their longest dim."""
+    """The relative error of a row of sums: as many as parameters, each with as many terms as their longest dim."""
     shapes = [tensor.shape for name, tensor in truth.items() if kind_of(name) in ("grad", "param")]
     names = {name.partition("/")[2] for name in truth if kind_of(name) in ("grad", "param")}
     longest = max((size for shape in shapes for size in shape), default=1)
     return ROUNDING * epsilon(DTYPE) * math.sqrt(max(len(names), 1) * (longest + 1) / 2)
 
 
-def _mostly(value: Tensor, truth: Tensor, allowed: float) -> bool:
+def _differs_mostly(value: Tensor, truth: Tensor, allowed: float) -> bool:
     """Whether most elements are off by more than this, and not only those of some rows."""
     gap, size = (as_float64(value) - as_float64(truth)).abs(), float(as_float64(truth).square().mean().sqrt())
     return truth.numel() < _MANY or float((gap > allowed * size).double().mean()) > 0.5

@@ -1,17 +1,17 @@
-"""Cases that compute or send in a lower precision than their own dtype: as the subject declares it, or as it is found.
+"""Cases that compute or send in a lower precision than their own dtype, which the subject declares or a run shows.
 
-How far off a lower precision may take a right result is measured. The ranks are run again with every number of that
-precision multiplied by a random factor of the size of its rounding. Each tensor that is beyond the limit of the case's
-own dtype gets control runs that are as far from the truth as the ranks' own tensor moved. So a tensor that the
-precision does not reach keeps its limit, and so do all that were right without it.
+How far a lower precision may take a right result from the truth is measured. The ranks are run again with every number
+of that precision multiplied by a random factor of the size of its rounding, so that their tensors move. Each tensor
+that is beyond the limit of the case's own dtype gets control runs which differ from the truth by these movements. So a
+tensor that the precision does not reach keeps its limit, and so does every tensor that was right without it.
 
-Where the subject declares nothing, and errors are as small as those of a lower precision, the ranks are run once more
-and watched: does a number of a lower dtype enter arithmetic of the case's dtype? If it does on one rank too, the model
-rounds there. If it does on several ranks alone, the parallel code rounds, which is a bug. Where the subject has no case
-on one rank, nobody knows which it is, and tensors that are right only by the wider limits are unknown.
+If the subject declares nothing, and errors are as small as rounding to a lower dtype makes them, another run of the
+ranks shows whether numbers of a lower dtype enter arithmetic of the case's dtype. If they do so on one rank too, the
+model rounds there. If they do so on several ranks alone, the parallel code rounds, which is a bug. If the subject has
+no case on one rank, this cannot be decided: tensors that are right only within the wider limits are unknown.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,9 +42,9 @@ MOVED_RUNS, AMPLIFIED_RUNS = 6, 3
 """Runs of the ranks with their lower precision moved, and with CONTROL_FACTOR times as much of it."""
 
 _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
-"""Dtype -> the largest error that its rounding may explain; beyond that it is not looked for."""
+"""Dtype -> the largest error that its rounding may explain. With a larger error it is not looked for."""
 _USUAL = 0.1
-"""The same in experiments, as a share: rounding usually causes less, and further runs would take their time."""
+"""The share of _LARGEST in experiments, whose time is short: rounding usually causes less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,11 @@ class _Moved:
     factor: float
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """The subject's outcome, off by rounding."""
+        """Run the subject with its numbers moved."""
         units = {getattr(torch, dtype): self.factor * epsilon(dtype) for dtype in self.dtypes}
         with RandomRounding(units, seed=self.seed, leaving=True):
             return call_subject(self.subject.call, case, device)
@@ -83,8 +83,8 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
 def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     """The lower precision that the subject declares for this case; None without one.
 
-    A `wire_dtype` counts only where the ledger has such a call of that dtype: else nothing was rounded to be sent.
-    Stated by op and axis it is for these calls alone: with another one of that dtype nothing counts.
+    A `wire_dtype` counts only if the ledger has such a call of that dtype: otherwise nothing was rounded to be sent. If
+    it is declared for an op or an axis, and another call is of that dtype too, nothing counts.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
     sent = {(each.dtype, each.op, f"{each.op} over {each.axis}") for each in calls.events if each.group_size > 1}
@@ -106,66 +106,73 @@ def rejudge_declared(trial: Trial, found: Found, checks: Mapping[str, Check], pr
     """The findings after tensors beyond their limits were judged by the precision that the subject declares."""
     if not wrong_of(found[1]):
         return found
-    seen, again = _by_effect(trial, found, checks, precision.dtypes)
-    return seen, {
-        name: finding if finding is found[1][name] else _with_note(finding, seen.run, precision.origin)
-        for name, finding in again.items()
-    }
+    rejudged, again = _rejudge_by_movement(trial, found, checks, precision.dtypes)
+    return rejudged, _changed_by(lambda _, after: _with_note(after, rejudged.run, precision.origin), found[1], again)
 
 
 def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
-    """The findings where the truth computes outside of torch, such as in numpy, judged by what rounding does to ranks.
+    """The findings of a truth that computes outside of torch, as in numpy, judged by how rounding moves the ranks.
 
-    Rounding cannot be emulated in control runs of such a truth, so nothing but the ranks shows how far it goes.
+    Control runs of such a truth cannot be made to round, so only the ranks show how far rounding goes.
     """
     evidence, findings = found
     own = trial.reference.own
     if evidence.run.dtype == "float64" or own is None or not own.unseen.get(trial.text) or not wrong_of(findings):
         return found
-    seen, again = _by_effect(trial, found, checks, {evidence.run.dtype})
+    rejudged, again = _rejudge_by_movement(trial, found, checks, {evidence.run.dtype})
     words = "the truth computes outside of torch, so the ranks show how far rounding goes"
-    return seen, {
-        name: one if one is findings[name] else _with_note(one, seen.run, words) for name, one in again.items()
-    }
+    return rejudged, _changed_by(lambda _, after: _with_note(after, rejudged.run, words), findings, again)
 
 
 def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings after a lower precision was looked for in the ranks, and tensors were judged by it.
 
-    Where it is on several ranks alone, the findings stay, and the operator is noted if it explains all of them.
+    If ranks alone use it, the findings stay, and the operator is noted if it explains all of them.
     """
     evidence, findings = found
-    own_dtype, wrong = evidence.run.case.dtype, wrong_of(findings)
-    largest = max((one.error for one in wrong if kind_of(one.name) not in MOVED), default=0.0)  # a step may be noise
-    share = _USUAL if trial.verdict_alone else 1.0
-    looked_for = {dtype for dtype in narrower(own_dtype) if largest <= share * _LARGEST[dtype]}
-    if not wrong or not looked_for or _stored_shorter(evidence.run, evidence.truth, wrong, looked_for):
+    wrong = wrong_of(findings)
+    candidates = _dtypes_that_may_explain(trial, evidence.run.case.dtype, wrong)
+    if not candidates or _stored_shorter(evidence.run, evidence.truth, wrong, candidates):
         return found
     constants = not _same_constants(trial)
-    islands = [one for one in _islands(trial, trial.case, constants, trial.subject) if one.dtype in looked_for]
+    islands = [one for one in _islands(trial, trial.case, constants, trial.subject) if one.dtype in candidates]
     if not islands:
         return found
-    dense = _in_truth(trial, constants)
-    own = [island for island in islands if dense is None or island.dtype in dense]
-    lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
-    words = f"the {own_dtype} case uses {lowest}"
-    seen, again = _by_effect(trial, found, checks, {island.dtype for island in own or islands})
-    if not own:
+    of_model = _dtypes_of_model(trial, constants)
+    shared = [island for island in islands if of_model is None or island.dtype in of_model]
+    lowest = max(shared or islands, key=lambda island: epsilon(island.dtype))
+    rejudged, again = _rejudge_by_movement(trial, found, checks, {island.dtype for island in shared or islands})
+    if not shared:
         return (evidence if wrong_of(again) else evidence.with_found(low_precision_op=str(lowest))), findings
-    changed = {}
-    for name, finding in again.items():
-        if finding is findings[name]:
-            changed[name] = finding
-        elif dense is None and finding.verdict == PASS != findings[name].verdict:
+
+    def explain(before: Finding, after: Finding) -> Finding:
+        if of_model is None and after.verdict == PASS != before.verdict:
             within = state_fact("within_lower", lower=str(lowest))
-            changed[name] = Finding(verdict=UNKNOWN, facts=(*findings[name].facts, within))
-        else:
-            changed[name] = _with_note(finding, seen.run, words)
-    return seen, changed
+            return Finding(verdict=UNKNOWN, facts=(*before.facts, within))
+        return _with_note(after, rejudged.run, f"the {evidence.run.case.dtype} case uses {lowest}")
+
+    return rejudged, _changed_by(explain, findings, again)
 
 
-def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: Iterable[str]) -> Found:
-    """Judge tensors that are beyond their limits once more, by how far rounding to these dtypes moves them."""
+def _dtypes_that_may_explain(trial: Trial, dtype: str, wrong: Sequence[Measured]) -> set[str]:
+    """The dtypes lower than this one whose rounding may cause errors as large as these."""
+    if not wrong:
+        return set()
+    # Movements of parameters do not count: a step of an optimizer may make any size of tiny gradients.
+    largest = max((one.error for one in wrong if kind_of(one.name) not in MOVED), default=0.0)
+    share = _USUAL if trial.verdict_alone else 1.0
+    return {lower for lower in narrower(dtype) if largest <= share * _LARGEST[lower]}
+
+
+def _changed_by(
+    explain: Callable[[Finding, Finding], Finding], before: Mapping[str, Finding], after: Mapping[str, Finding]
+) -> dict[str, Finding]:
+    """The findings after a second judgement, those that it made anew as `explain(before, after)`."""
+    return {name: one if one is before[name] else explain(before[name], one) for name, one in after.items()}
+
+
+def _rejudge_by_movement(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: Iterable[str]) -> Found:
+    """Judge tensors that are beyond their limits again, by how far rounding to these dtypes moves them."""
     evidence, findings = found
     again = {
         name: checks[name]
@@ -173,20 +180,20 @@ def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: 
         if finding.wrong and name in checks and (name in NUMERIC_KINDS or name in LAWS)
     }
     names = frozenset(measured.name for name in again for measured in findings[name].wrong)
-    effect = partial(_effect, trial, evidence.run, evidence.truth, names, frozenset(dtypes))
-    moved = [effect(1 + number, 1.0) for number in range(MOVED_RUNS)]
-    more = [effect(MOVED_RUNS + 1 + number, CONTROL_FACTOR) for number in range(AMPLIFIED_RUNS)]
+    move = partial(_run_moved, trial, evidence.run, evidence.truth, names, frozenset(dtypes))
+    runs = [move(1 + number, 1.0) for number in range(MOVED_RUNS)]
+    amplified = [move(MOVED_RUNS + 1 + number, CONTROL_FACTOR) for number in range(AMPLIFIED_RUNS)]
     controls = evidence.truth.controls
-    controls = replace(controls, runs=(*controls.runs, *moved), amplified=(*controls.amplified, *more))
-    seen = replace(
+    controls = replace(controls, runs=(*controls.runs, *runs), amplified=(*controls.amplified, *amplified))
+    rejudged = replace(
         evidence,
         run=replace(evidence.run, lower=LowerPrecision(dtype=max(dtypes, key=epsilon), names=names)),
         truth=replace(evidence.truth, controls=controls),
     )
-    return seen, {**findings, **run_checks(seen, again)}
+    return rejudged, {**findings, **run_checks(rejudged, again)}
 
 
-def _effect(
+def _run_moved(
     trial: Trial,
     run: RecordedRun,
     truth: Truth,
@@ -195,10 +202,10 @@ def _effect(
     seed: int,
     factor: float,
 ) -> dict[str, Tensor]:
-    """A control run: the truth's tensors of these names, moved by as much as one more run of the ranks is moved.
+    """A control run: the truth's tensors of these names, moved as those of the ranks move in one more run.
 
-    Parameters before the step are among them, since updates are judged by their movement. A tensor is left out where
-    the ranks' blocks no longer merge; the result is empty where the program fails under a dispatch mode.
+    Parameters before the step are among them, since updates are judged by how they move. Tensors whose blocks no longer
+    merge are left out. Empty if the program fails under a dispatch mode.
     """
     watch = any(name in rank for rank in run.captured for name in names)
     call = _Moved(trial.subject, dtypes, seed, factor)
@@ -221,7 +228,7 @@ def _effect(
 
 
 def _with_equal_replicas(outcomes: Outcomes) -> Outcomes:
-    """The outcomes with the first rank's numbers in all replicas, which were moved at random, each by itself."""
+    """The outcomes with the first rank's numbers in all replicas, since every replica was moved at random by itself."""
     first: dict[tuple[object, ...], Block] = {}
     agreed = []
     for outcome in outcomes:
@@ -231,7 +238,7 @@ def _with_equal_replicas(outcomes: Outcomes) -> Outcomes:
 
 
 def _with_note(finding: Finding, run: RecordedRun, words: str) -> Finding:
-    """The finding with what its limits do not show."""
+    """The finding with a note on the lower precision by which it was judged."""
     note = Note(kind=NoteKind.LOWER_PRECISION, names=(run.lower.dtype,), reason=words)
     return replace(finding, notes=(*finding.notes, note))
 
@@ -239,8 +246,8 @@ def _with_note(finding: Finding, run: RecordedRun, words: str) -> Finding:
 def _stored_shorter(run: RecordedRun, truth: Truth, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
     """Whether a state or a gradient was rounded when it was stored or sent, while the first step is right.
 
-    Then each of its numbers is one of such a dtype, and those of the truth are not. The arithmetic of a model does not
-    do that. Gradients in float32 are no sign of it: many programs add them up in float32.
+    Then each of its numbers, and not each of the truth's, is one of a lower dtype, which arithmetic alone does not
+    bring about. Gradients in float32 do not count, since many programs add them up in float32.
     """
     states = {one.name for one in wrong if is_state(one.name) or one.name.startswith("param/")}
     gradients = {one.name for one in wrong if one.name.startswith(("grad/", "grad_norm/"))}
@@ -261,15 +268,15 @@ def _only_in(run: RecordedRun, truth: Truth, name: str, short: torch.dtype) -> b
 
 
 def in_first_step(name: str) -> bool:
-    """Whether a tensor is computed in the first step before the optimizer's, so that no earlier error is in it."""
+    """Whether a tensor is computed before the optimizer's first step, so that it has no error of an earlier step."""
     named = name.startswith(("act/", "act_grad/", "grad/"))
     return named or (step_of(name) == 0 and not is_state(name))
 
 
-def _in_truth(trial: Trial, constants: bool) -> set[str] | None:
-    """The lower dtypes that enter arithmetic of a truth that is a subject, else of the subject on one rank.
+def _dtypes_of_model(trial: Trial, constants: bool) -> set[str] | None:
+    """The lower dtypes that enter arithmetic of the truth, if that is a subject, else of the subject on one rank.
 
-    None where it has no such case.
+    None if there is no such case.
     """
     truth = truth_of(trial.subject)
     subject = truth.subject if isinstance(truth, OnRanks) else trial.subject
@@ -281,19 +288,19 @@ def _in_truth(trial: Trial, constants: bool) -> set[str] | None:
 
 
 def _islands(trial: Trial, case: CaseLike, constants: bool, subject: NamedSubject) -> list[Island]:
-    """The places where a lower dtype enters arithmetic of the case's dtype on any rank; [] where the watched run fails.
+    """The places where a lower dtype enters arithmetic of the case's dtype on any rank; [] if that run fails.
 
     `constants`: whether numbers count that were not computed in the case's dtype, such as tables in float32.
     """
     try:
         run = trial.run(Probed(subject, partial(NarrowProbe, case.dtype, constants=constants)), case)
-    except (ProgramError, MachineError):  # a program that a dispatch mode disturbs: its errors stand
+    except (ProgramError, MachineError):  # a dispatch mode disturbs the program, whose own errors stand
         return []
     return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
 
 
 def _same_constants(trial: Trial) -> bool:
-    """Whether the truth has constants of a lower precision too: the subject's own code, or a model that uses some."""
+    """Whether the truth uses constants of a lower precision too: the subject's own code, or a model seen to do so."""
     dense = truth_of(trial.subject)
     if dense is None or isinstance(dense, OnRanks):
         return dense is not None

@@ -1,19 +1,20 @@
-"""Updates judged by the gradients that the ranks returned: whether the optimizer made of them what the truth's makes.
+"""Judges updates by the gradients that the ranks returned: whether the optimizer made the right step from them.
 
-In a lower precision an update is compared with one that was made of other gradients, those of the truth, so it may be
-as far off as rounding takes gradients: some percent in bfloat16. But where an outcome has the gradients with which the
-first step was made, they are known exactly, and so is the step. The truth is computed again, and the first step of
-each of its optimizers takes the gradients of the ranks.
+In a lower precision an update is compared with one from other gradients, the truth's. So it may be as far off as
+rounding takes gradients: some percent in bfloat16. But if an outcome has the gradients of the first step, the step that
+they must make is known. The truth is computed again, and the first step of each of its optimizers takes the gradients
+of the ranks.
 
-Which they are is seen in the truth itself: what its optimizer takes is what it returns as `grad/<name>`, or all of
-these times one factor. A factor may be a constant, or follow from a norm of the gradients, by which they are clipped.
-Both are tried, and a step is wrong where it is by each of them. Where it is neither, where the step is no optimizer's
-of torch, or where gradients were not returned, nothing is said.
+Which tensors these replace is seen in the truth: its optimizer takes what it returns as `grad/<name>`, or all of these
+times one factor. The factor may be a constant, or follow from a norm of the gradients, as in clipping. Both are tried,
+and a step is wrong if it is wrong with each. If the truth does neither, if the step is no optimizer's of torch, or if
+gradients were not returned, nothing is decided.
 
-What an optimizer takes need not be what was returned, to the last bit: one may have been rounded once more, in the
-dtype in which ranks hold their gradients. And an optimizer may amplify rounding. So what seems wrong is judged again by
-control runs with these gradients moved by such a rounding, whose optimizers round in the case's dtype, and by gradients
-that are moved by CONTROL_FACTOR times as much. What is returned in float32 is held in float32, in a 16-bit case too.
+The optimizer of the ranks need not take exactly what was returned: gradients may have been rounded once more, in the
+dtype in which ranks store them, and an optimizer may amplify rounding. So a step that looks wrong is judged again, with
+control runs whose gradients move by such a rounding and whose optimizers round in the case's dtype, and with gradients
+that move by CONTROL_FACTOR times as much. What is returned in float32 counts as stored in float32, in a 16-bit case
+too.
 """
 
 import math
@@ -41,16 +42,16 @@ from shardproof.harness.verdicts.facts import state_fact
 
 _UPDATE = "update"
 _EXACT = 1e-12
-"""Gradients that a truth returns in float64, and the same times one factor, are apart by less."""
+"""Gradients that a truth returns in float64, and those times one factor, differ by less than this."""
 _MOVED_RUNS = 2
 _NORMS = 2.0, 0.0, math.inf
-"""Norms of gradients from which a factor on them may follow, the usual one first; 0 is for a constant."""
+"""Norms of gradients from which a factor may follow, the usual one first; 0 stands for a constant factor."""
 
 
 def judge_own_steps(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings after the first step was judged by the gradients that the ranks returned.
 
-    As they are in float64, where limits are narrow anyway, and where something is wrong already.
+    Unchanged in float64, whose limits are narrow anyway, and if something is wrong already.
     """
     run, truth = found[0].run, found[0].truth
     first = [name for name in truth.tensors if name in run.tensors and _of_first_step(trial, name)]
@@ -63,7 +64,7 @@ def judge_own_steps(trial: Trial, found: Found, checks: Mapping[str, Check]) -> 
             judged = _judge_steps(trial, found, checks[_UPDATE], taken)
             if judged is found or not taken.is_scaled:
                 break
-    except (MachineError, RequestError):  # the truth in other conditions than those in which it is known to end
+    except (MachineError, RequestError):  # this run of the truth has other gradients, with which it may not end
         return found
     return judged
 
@@ -82,10 +83,10 @@ def _judge_steps(trial: Trial, found: Found, check: Check, taken: "TakenGradient
         judged = replace(evidence, truth=known)
         return judged, run_checks(judged, {_UPDATE: check}).get(_UPDATE)
 
-    _, finding = judge(Controls())  # optimizers are right by the limits of their own arithmetic, with few exceptions
+    _, finding = judge(Controls())  # nearly all optimizers are right by the limits of their own arithmetic
     if finding is None or not finding.wrong:
         return found
-    least = epsilon(run.dtype) if taken.is_scaled else 0.0  # a norm is only known to the rounding of all gradients
+    least = epsilon(run.dtype) if taken.is_scaled else 0.0  # a norm is known up to the rounding of all gradients
     units = {name: max(_unit(run, f"grad/{name}"), least) for name in taken.names}
     moved = [taken.moved(seed, units) for seed in range(_MOVED_RUNS)]
     runs = [
@@ -110,18 +111,18 @@ def _judge_steps(trial: Trial, found: Found, check: Check, taken: "TakenGradient
 
 
 def _gradients(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of parameters by their names."""
+    """The gradients of parameters, by name."""
     return {name.partition("/")[2]: tensor for name, tensor in tensors.items() if kind_of(name) == "grad"}
 
 
 def _unit(run: RecordedRun, name: str) -> float:
-    """Epsilon of the narrowest dtype in which a rank holds a part of this tensor."""
+    """Epsilon of the narrowest dtype in which a rank stores a part of this tensor."""
     parts = [block.local for outcome in run.outcomes for block in outcome.get(name, ())]
     return max((epsilon(stored_dtype(run, part)) for part in parts), default=epsilon(run.dtype))
 
 
 def _of_first_step(trial: Trial, name: str) -> bool:
-    """Whether a tensor is one that the first step left."""
+    """Whether a tensor is a result of the first step."""
     if kind_of(name) == "param":
         return bool(trial.case.steps == 1)
     return kind_of(name) in NUMERIC_KINDS[_UPDATE] and step_of(name) == 0
@@ -129,11 +130,11 @@ def _of_first_step(trial: Trial, name: str) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class TakenGradients:
-    """Gradients that the first steps of a truth's optimizers take in the place of its own.
+    """Gradients that the first steps of a truth's optimizers take in place of its own.
 
-    `returned`: those that the truth returns; `given`: those of the ranks, both by parameter. `places` fills up: by the
-    number of an optimizer, and of a parameter in it, the parameter's name and the factor by which it is taken. Factors
-    other than 1 are taken to follow from this `norm` (_NORMS).
+    `returned` are the gradients that the truth returns, `given` those of the ranks, both by parameter. `places` is
+    filled by the optimizers: for each parameter of each, by their numbers, its name and the factor by which the
+    gradient is taken. A factor other than 1 is taken to follow from this `norm` (_NORMS).
     """
 
     returned: Mapping[str, Tensor]
@@ -145,11 +146,11 @@ class TakenGradients:
 
     @property
     def names(self) -> frozenset[str]:
-        """Parameters whose gradients are taken."""
+        """The parameters whose gradients are taken."""
         return frozenset(name for name, _ in self.places.values())
 
     def moved(self, seed: int, units: Mapping[str, float]) -> "TakenGradients":
-        """The same with each element moved by a random part of a rounding of this relative size, by parameter."""
+        """The same gradients, each element moved by a random part of a rounding of this relative size."""
         generator = torch.Generator().manual_seed(seed)
 
         def move(x: Tensor, unit: float) -> Tensor:
@@ -160,7 +161,7 @@ class TakenGradients:
         return TakenGradients(returned=self.returned, given=given, places=self.places, known=True)
 
     def given_to(self, function: Function) -> Function:
-        """The function of a reference whose optimizers' first steps take these gradients."""
+        """The reference as a function in which the first steps of optimizers take these gradients."""
 
         def compute(*arguments: Any, **words: Any) -> Mapping[str, Tensor]:
             with self._in_place():
@@ -174,10 +175,10 @@ class TakenGradients:
 
         def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             threads.add(threading.get_ident())
-            if len(threads) > 1 or id(optimizer) in optimizers:  # of several ranks each has a part of its own
+            if len(threads) > 1 or id(optimizer) in optimizers:  # each of several ranks has a part of its own
                 return
             number = len(optimizers)
-            optimizers[id(optimizer)] = optimizer  # kept, so that no other one gets its number
+            optimizers[id(optimizer)] = optimizer  # kept alive, so that no other one gets its id
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if not self.known:
                 self._recognise(number, parameters)
@@ -197,7 +198,7 @@ class TakenGradients:
                 self.places.clear()
 
     def _recognise(self, number: int, parameters: list[Tensor]) -> None:
-        """Note which returned gradients an optimizer takes; none where one of them is no gradient that is returned."""
+        """Note which returned gradients an optimizer takes; none if it takes one that is not returned."""
         found: dict[tuple[int, int], tuple[str, float]] = {}
         for index, parameter in enumerate(parameters):
             gradient = parameter.grad
@@ -217,7 +218,7 @@ class TakenGradients:
         self.places |= {place: (name, factor * by) for place, (name, factor) in found.items()}
 
     def _norm_of(self, gradients: list[Tensor]) -> float:
-        """The norm of all of them together; 1 where a factor is a constant."""
+        """The norm of all of these gradients; 1 if the factor is a constant."""
         each = torch.stack([torch.linalg.vector_norm(gradient.double(), self.norm or 2.0) for gradient in gradients])
         return float(torch.linalg.vector_norm(each, self.norm)) if self.norm else 1.0
 
@@ -226,7 +227,7 @@ class TakenGradients:
 
 
 def _factor(gradient: Tensor, own: Tensor) -> float | None:
-    """By which a gradient is another one's multiple; None where it is not."""
+    """The factor by which a gradient is a multiple of another one; None if it is not."""
     if gradient.shape != own.shape or not gradient.is_floating_point() or not own.is_floating_point():
         return None
     if torch.equal(gradient, own.to(gradient.dtype)):

@@ -45,22 +45,24 @@ from shardproof.harness.running.truth.control_modes import AMPLIFIED
 from shardproof.harness.torch_internals.autograd import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
-"""Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
+"""The numbers of partial sums into which further control runs split their sums. With 1 only the order of micro-batches
+is reversed.
+"""
 FURTHER_PARTS = (10, 12, 14)
-"""The same for errors of at most NEAR limits; with an even number the decoder takes torch's fused attention."""
+"""The same for errors of at most NEAR limits. With an even number the decoder uses torch's fused attention."""
 NEAR = 3.0
-"""Errors in units of their limit up to which that limit may have come from control runs that were all lucky."""
+"""Errors of at most this many limits may have a limit that is too small, because all control runs were lucky."""
 _OF_PARAMETERS = ("grad", "param")
-"""Kinds of names whose tensors have the shapes of parameters."""
+"""Kinds of tensors with the shapes of parameters."""
 _LARGE = 2**20
-"""Elements of a tensor that is not kept of every control run."""
+"""A tensor of more elements is not kept of every control run."""
 
 
 def step_from_states(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
-    """The truth with every step begun at the subject's own state before it, where all were returned.
+    """The truth with every step begun at the subject's own state before it, if all states were returned.
 
-    What Adam makes of rounding in one step is added too. Else the truth stays. In lower precision with a first control
-    run too, one step at a time where the truth is.
+    What Adam makes of rounding in one step is added. Otherwise the truth stays as it is. In lower precision a first
+    control run is added, one step at a time if the truth is.
     """
     names = trial.reference
     if truth.controls.states is not None:
@@ -77,7 +79,7 @@ def step_from_states(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
 
 
 def _states(trial: Trial, run: RecordedRun) -> dict[str, Tensor] | None:
-    """The subject's states after all steps but the last, {} where there is one step; None when one is missing."""
+    """The subject's states after all steps but the last; {} if there is one step, None if a state is missing."""
     steps = trial.case.steps
     before = [n for n in trial.dense(trial.reference.truth) if is_state(n) and step_of(n) < steps - 1]
     if steps > 1 and (not before or any(name not in run.tensors for name in before)):
@@ -94,21 +96,21 @@ def _adam_bound(
 
 
 def may_be_rounding(trial: Trial, run: RecordedRun, wrong: Collection[Measured]) -> bool:
-    """Whether rounding may explain something that is wrong, or all of it where only the verdict counts.
+    """Whether rounding may explain something that is wrong, or all of it if only the verdict counts.
 
-    In float64 only errors that are as small as noise can be.
+    In float64 it explains only errors that are as small as noise.
     """
     doubts = [run.dtype != "float64" or measured.error < FLOAT64_CEILING for measured in wrong]
     return bool(doubts) and (all(doubts) if trial.verdict_alone else any(doubts))
 
 
 def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Truth:
-    """The truth with MORE_PARTS control runs more, for one may be lucky, and what a relu may flip.
+    """The truth with MORE_PARTS control runs more, since one may be lucky, and with what a relu may flip.
 
-    Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
-    Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS. Then
-    a choice may have fallen otherwise, so a truth of the subject's own is AMPLIFIED. Choices of our dense
-    model are bounded by what relu flips and Adam's bound.
+    Large tensors get only as many as are needed until none of them is wrong, since each costs as much as the ranks. If
+    an error is still just beyond its limit, FURTHER_PARTS are added, since all may have been lucky. After that a choice
+    may have gone another way, so a truth of the subject's own is AMPLIFIED. Choices of our dense model are bounded by
+    what relu flips and by Adam's bound.
     """
     names, states, before = trial.reference, truth.controls.states, truth.tensors
     for parts in MORE_PARTS:
@@ -138,7 +140,7 @@ def _with_control_run(trial: Trial, run: RecordedRun, truth: Truth, parts: int) 
 
 
 def _find_furthest(run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> float:
-    """The largest error of what was wrong, in units of what the control runs allow by now."""
+    """The largest error of those that were wrong, in units of what the control runs now allow."""
     kinds = {kind_of(measured.name) for measured in wrong}
     rms = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in kinds])
     return max(
@@ -147,9 +149,9 @@ def _find_furthest(run: RecordedRun, truth: Truth, wrong: Collection[Measured]) 
 
 
 def shed_large_controls(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
-    """The truth without the large tensors of its control runs: of them only how far they are from it.
+    """The truth with the distances of its control runs in place of their large tensors.
 
-    As it is where other groupings are held against control runs too.
+    Unchanged if other groupings are compared with control runs too.
     """
     runs = truth.controls.runs
     tensors = [pair for control in runs for pair in control.items() if kind_of(pair[0]) in _OF_PARAMETERS]
@@ -179,7 +181,7 @@ def control_run(trial: Trial) -> Mapping[str, Tensor]:
 def _from_states(
     trial: Trial, function: Function, states: Mapping[str, Tensor] | None, **words: int
 ) -> Mapping[str, Tensor]:
-    """A function of the reference that begins its steps at these states, when there are any."""
+    """The reference as a function that begins its steps at these states, if there are any."""
     if states:
         return trial.compute_anew(function, part="control", states=states, **words)
     return trial.dense(function, part="control", **words)
@@ -187,13 +189,13 @@ def _from_states(
 
 Findings = dict[str, Finding]
 CONDITIONED = 1e-8
-"""Training from the start is well conditioned for a tensor for which control runs of it allow no more than this."""
+"""Training from the start is well conditioned for a tensor if control runs of it allow no more than this."""
 
 
 def recheck(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:
-    """Findings of these checks, and the evidence with every control run that they came to need.
+    """The findings of these checks, and the evidence with all control runs that they needed.
 
-    `findings`: of the evidence as it is, in float64.
+    `findings`: those of the evidence as it is, in float64.
     """
     precision = declared_precision(trial, evidence.run.calls)
     found = judge_own_steps(trial, _judge(trial, evidence, checks, findings), checks)
@@ -230,7 +232,7 @@ def _judge(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findin
 
 
 def _is_conditioned(trial: Trial, truth: Truth, name: str) -> bool:
-    """Whether the first control run of training from the start stays near enough for this tensor."""
+    """Whether the first control run of training from the start is near enough for this tensor."""
     control, true = control_run(trial), truth.tensors
     return name in control and CONTROL_FACTOR * distance(control[name], true[name]).frobenius <= CONDITIONED
 
@@ -238,7 +240,7 @@ def _is_conditioned(trial: Trial, truth: Truth, name: str) -> bool:
 def _with_more_controls(
     trial: Trial, evidence: Evidence, findings: dict[str, Finding], checks: Mapping[str, Check]
 ) -> Found:
-    """The findings with more control runs, where rounding may explain what is wrong."""
+    """The findings with more control runs, if rounding may explain what is wrong."""
     wrong = wrong_of(findings)
     if not may_be_rounding(trial, evidence.run, wrong):
         return evidence, findings
@@ -249,7 +251,9 @@ def _with_more_controls(
 def _judge_again(
     evidence: Evidence, findings: Mapping[str, Finding], checks: Mapping[str, Check]
 ) -> dict[str, Finding]:
-    """The findings with those that compare numbers made anew; of large tensors those that found something wrong."""
+    """The findings, with checks that compare numbers made anew; if only large tensors are new, those that had wrong
+    ones.
+    """
     numbers = {name: checks[name] for name in findings if name in NUMERIC_KINDS or name in LAWS}
     if evidence.truth.controls.distances:
         numbers = {name: check for name, check in numbers.items() if findings[name].wrong}

@@ -1,7 +1,7 @@
-"""The records of one case: the recorded run, the plain run where it is needed, and the dense model; then its findings.
+"""The records of one case, from the recorded run, the plain run if needed, and the dense model; then its findings.
 
 The dense model is computed after the ranks' runs unless these need it: both at once in float64 could fill the memory.
-A statement of the subject that its own code fails to make is noted as a problem of the check that needs it.
+If the subject's own code fails to make one of its statements, that is a problem of the check that needs it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,17 +40,17 @@ T = TypeVar("T")
 
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
-    """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
+    """The subject's closed form, None without one. If it raises, that is noted as a problem."""
     return ask_subject(trial, "expectation", lambda: state_terms(trial.case, trial.subject.call), None)
 
 
 def orders_of(trial: Trial) -> Axes:
-    """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
+    """The subject's own rank orders, empty without any. Invalid rank lists are noted as a problem."""
     return ask_subject(trial, "groups", lambda: orders(trial.case, trial.subject.call), {})
 
 
 def deviations_of(trial: Trial) -> Mapping[str, float]:
-    """Statements of the subject, or else the reference, about initial values."""
+    """What the subject, or else the reference, states about initial values."""
     none: Mapping[str, float] = {}
     own = ask_subject(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
     model = trial.reference.model
@@ -58,10 +58,10 @@ def deviations_of(trial: Trial) -> Mapping[str, float]:
 
 
 def ask_subject(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
-    """Statement of the subject about itself; `without`, and a problem of this check, when its own code fails."""
+    """A statement of the subject about itself; `without`, and a problem of this check, if its own code fails."""
     try:
         return ask()
-    except Unanswered as problem:  # no verdict on the run, and it must not read as if nothing were stated
+    except Unanswered as problem:  # no verdict on the run, but it must not look as if nothing were stated
         trial.problems[check] = str(problem)
         return without
 
@@ -71,21 +71,20 @@ GIVEN = "mask", "init"
 
 
 def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> Evidence:
-    """The records of one recorded run beside the dense model, of a plain one too with `repeat`; no control runs.
+    """The records of one recorded run beside the dense model, with `repeat` of a plain one too; no control runs.
 
-    `trial.reference` is the dense model: `own` where the subject brings one, else `model`, our decoder. Without
-    `compare` it is not computed. Raises RequestError when the dense model cannot be computed, and what the engine
-    raises.
+    `trial.reference` is the dense model: `own` if the subject brings one, else `model`, our decoder. Without `compare`
+    it is not computed. Raises RequestError if the dense model cannot be computed, and what the engine raises.
     """
     if not compare:
         return _with_repeats(trial, _record(trial, {}, (), compare=False), repeat)
     kinds = _kinds(trial)
-    if kinds or trial.reference.own:  # the truth needs what ranks drew, or the subject has a truth of its own: first
+    if kinds or trial.reference.own:  # first, if the truth needs what ranks drew or belongs to the subject
         return _with_repeats(trial, _record(trial, {} if kinds else trial.true(), kinds), repeat)
     try:
         evidence = _with_repeats(trial, _record(trial, {}, ()), repeat)
     except ShardproofError:
-        trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
+        trial.true()  # the dense model may refuse a case, whatever its ranks do
         raise
     true = trial.true()
     compared = select_comparable(true, evidence.run.outcomes)
@@ -94,16 +93,16 @@ def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> 
 
 
 def repeat_plainly(trial: Trial, run: RecordedRun) -> Repeats:
-    """The outcome of a run in which nothing is recorded or captured, and of another one where its bits differ.
+    """The outcome of an unrecorded run, and of another one if its bits differ.
 
-    It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
+    It must have the bits of the recorded run. It takes time, so it is made only if a check or a diagnosis needs it.
     """
     try:
         with trial.time_part("plain"):
             plain = trial.run(trial.subject.call, name=trial.subject.address)
         if same_outcomes(run.outcomes, plain.outcomes):
-            return Repeats(runs=(run.outcomes,))  # rather than the same once more
-        with trial.time_part("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+            return Repeats(runs=(run.outcomes,))  # sooner than run the same once more
+        with trial.time_part("again"):  # shows whether the subject is not deterministic, or the recording disturbs it
             again = trial.run(trial.subject.call, name=trial.subject.address)
     except MachineError as error:  # says nothing about the case, whose own run has ended
         return Repeats(problem=error.cause)
@@ -115,7 +114,7 @@ def _with_repeats(trial: Trial, evidence: Evidence, repeat: bool) -> Evidence:
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
-    """The kinds of tensors that the truth takes from the outcome of the ranks: masks of dropout, choices of experts."""
+    """The kinds of tensors that the truth takes from the outcome of the ranks: dropout masks, choices of experts."""
     own, model = trial.reference.own, trial.reference.model
     if own:
         return (*(GIVEN if own.takes_given else ()), *((ROUTING,) if own.takes_routing else ()))
@@ -182,9 +181,9 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
 
 
 def _first_values_of_ranks(trial: Trial, own: "OwnTruth | None", truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The values with which the ranks' parameters begin, for a truth of the subject's own that shows none of its own.
+    """The initial values of the ranks' parameters, for a truth of the subject's own that shows none.
 
-    That is one written in numpy, or whose parameters are no leaves of autograd. It begins with numbers that are not
+    Such a truth is written in numpy, or its parameters are no leaves of autograd. Its own initial values are not
     rounded to the case's dtype, which in 16 bits is more than a step.
     """
     narrow = getattr(torch, trial.case.dtype).itemsize <= 2
@@ -200,7 +199,7 @@ def _first_values_of_ranks(trial: Trial, own: "OwnTruth | None", truth: Mapping[
 
 
 def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
-    """The activations and the masks of every rank; a truth of the subject's `own` knows only those that it returns."""
+    """The activations and masks of every rank; for a truth of the subject's `own` only those that it returns."""
     if own is not None:
         captured = tuple({name: rank[name] for name in rank if name in own} for rank in captured)
     if not masks or not captured:
@@ -209,7 +208,7 @@ def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | 
 
 
 def _known_differences(trial: Trial) -> "Deviations | None":
-    """How the subject states that tensors deviate from the truth."""
+    """The subject's statement of how tensors deviate from the truth."""
     stated = stated_deviations(trial.case, trial.subject)
     if not stated:
         return None
@@ -222,10 +221,10 @@ def _known_differences(trial: Trial) -> "Deviations | None":
 def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
     """The truth computed from what the ranks drew, and whether there is none because those tensors do not merge.
 
-    The truth is then what did merge.
+    In that case the first value is what did merge.
     """
     trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
-    trial.known.clear()  # computed for other numbers than this run drew
+    trial.known.clear()  # it was computed from other numbers than this run drew
     if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
         return dict(trial.given), True
     return {**trial.dense(trial.reference.truth), **trial.given}, False
@@ -234,10 +233,10 @@ def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tup
 def judge_case(
     trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS
 ) -> tuple[Evidence, dict[str, Finding]]:
-    """Findings of these checks, and the evidence with the control runs that they needed.
+    """The findings of these checks, and the evidence with the control runs that they needed.
 
-    Tensors that look wrong, or are in a lower precision, are compared again beside control runs of the dense model.
-    These show how far rounding alone takes a right result.
+    Tensors that look wrong, or are in a lower precision, are compared again with control runs of the dense model. These
+    show how far rounding alone takes a right result.
     """
     findings = None
     if not select_checks_by_need(checks, Truth):
@@ -255,7 +254,7 @@ def judge_case(
 
 
 def _without_controls(finding: Finding, error: MachineError) -> Finding:
-    """The finding where control runs did not end: unknown where rounding may explain all that is wrong."""
+    """The finding if control runs did not end: unknown if rounding may explain all that is wrong."""
     if not finding.wrong or any(measured.error >= FLOAT64_CEILING for measured in finding.wrong):
         return finding
     return Finding(verdict=UNKNOWN, facts=(*finding.facts, state_text(error.cause)), notes=finding.notes)

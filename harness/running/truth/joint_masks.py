@@ -1,9 +1,9 @@
-"""The joint masks of a program that returns none: where each mask that a rank drew lies in that of the truth.
+"""The joint masks of a program that returns none: the place of each mask that a rank drew in a mask of the truth.
 
-Draws are held against each other by the user's line and by their order there (by order alone where truth and ranks have
-other lines). Every micro-batch draws as many. The truth takes the data ranks' micro-batches one after the other, or
-their rows together as the first dim. In a mask a dim that is shorter than the truth's is cut over an axis, in the order
-of its ranks. A DTensor says itself how it lies.
+Draws of truth and ranks are matched by the line of the user's program and by their order there, or by their order alone
+if the lines are not the same. Every micro-batch draws equally many masks. The truth computes the micro-batches of data
+ranks one after the other, or together, with their rows along the first dim. A dim of a rank's mask that is shorter than
+that of the truth is split over a mesh axis, in the order of its ranks. A DTensor states its own layout.
 
 A joint mask is `mask/<step>/<line>.<number>`, bool [data ranks, *what was dropped]; the number is that of the truth's
 draw.
@@ -26,14 +26,14 @@ Placed = dict[str, tuple[Block, ...]]
 
 
 class _Misplaced(Exception):
-    """Masks that do not make those of the truth; the message is one sentence."""
+    """Masks that have no place in those of the truth; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMasks:
-    """By rank what the subject itself returned, and its recorded masks as blocks of the joint ones; empty without any.
+    """By rank, what the subject itself returned, and its recorded masks as blocks of the joint ones.
 
-    `problem` is why they have no place there, "" where they have.
+    `problem` is why these have no place there, else "".
     """
 
     outcomes: tuple[Placed, ...]
@@ -44,7 +44,7 @@ class RankMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankDraw:
-    """Masks of one rank for one draw of the truth."""
+    """A mask that a rank drew for one draw of the truth."""
 
     rank: int
     data_rank: int
@@ -57,9 +57,9 @@ def in_order(joint: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def masks_of(case: CaseLike, axes: Axes, truth: Sequence[Draw], outcomes: Sequence[Placed]) -> RankMasks:
-    """The masks that DropoutProbe recorded on all ranks, beside those that the truth drew.
+    """The masks that DropoutProbe recorded on all ranks, as blocks of those that the truth drew.
 
-    There are none where it drew none, or where the subject returned masks of its own.
+    There are none if the truth drew none, or if the subject returned masks of its own.
     """
     parts = [taken_out(outcome) for outcome in outcomes]
     own = tuple(outcome for outcome, _ in parts)
@@ -76,7 +76,7 @@ def masks_of(case: CaseLike, axes: Axes, truth: Sequence[Draw], outcomes: Sequen
 def _place_masks(
     case: CaseLike, axes: Axes, truth: Sequence[Draw], ranks: Sequence[Sequence[Draw]]
 ) -> tuple[list[Placed], MaskDraws]:
-    """Each rank's masks as blocks of the joint ones by name, and what else is known of them. Raises _Misplaced."""
+    """Each rank's masks as blocks of the joint ones by name, and the draws' rates and repeats. Raises _Misplaced."""
     dense, *forward = [[draw for draw in drawn if not draw.anew] for drawn in (truth, *ranks)]
     found: list[Placed] = [{} for _ in ranks]
     rates: dict[str, float] = {}
@@ -85,7 +85,7 @@ def _place_masks(
         name = f"mask/{step}/{line}.{number}"
         rates[name] = draws[0].draw.rate
         first, *rest = true = _shape(dense[number])
-        whole = all(_shape(one.draw) == true for one in draws)  # a DTensor over the data ranks too
+        whole = all(_shape(one.draw) == true for one in draws)  # also if it is a DTensor over the data ranks
         shape = (1, *true) if whole else (dp, first // dp, *rest)
         for one, offsets in zip(draws, _offsets(axes, shape[1:], draws), strict=True):
             place = (0 if whole else one.data_rank, *offsets)
@@ -101,89 +101,112 @@ def _match_draws(
     lines = {draw.line for draw in truth}
     by_line = lines == {draw.line for drawn in ranks for draw in drawn}
     stages, data_ranks = ([place_of_rank(axes, axis, rank) for rank in range(len(ranks))] for axis in (PIPELINE, "dp"))
-    dp, rounds = 1 + max(data_ranks), case.steps * case.micro
+    dp = 1 + max(data_ranks)
     for line in sorted(lines) if by_line else [""]:
         numbers = [number for number, draw in enumerate(truth) if draw.line == line or not by_line]
         drawn = [[draw for draw in own if draw.line == line or not by_line] for own in ranks]
-        each = {stage: len(own) for stage, own in zip(stages, drawn, strict=True)}
-        uneven = [f"{len(own)} on rank {rank}" for rank, own in enumerate(drawn) if len(own) != each[stages[rank]]]
-        sites = {stage: count // rounds for stage, count in sorted(each.items())}
-        several = sum(sites.values())
-        apart = len(numbers) == rounds * dp * several
-        if (
-            uneven
-            or any(each[s] != sites[s] * rounds for s in sites)
-            or not (apart or len(numbers) == rounds * several)
-        ):
-            where = f" at {line}" if line else ""
-            counts = " ".join(uneven) or ", ".join(map(str, each.values()))
-            raise _Misplaced(
-                f"the truth draws {len(numbers)} masks{where} and the ranks {counts}, in {case.steps} steps of "
-                f"{case.micro} micro-batches on {dp} data ranks"
-            )
+        sites = _sites_of_stages(case, dp, line, numbers, drawn, stages)
+        per_round = sum(sites.values())
+        apart = len(numbers) == case.steps * case.micro * dp * per_round
         by_place: dict[int, list[_RankDraw]] = {place: [] for place in range(len(numbers))}
         for rank, own in enumerate(drawn):
-            stage, data_rank = stages[rank], data_ranks[rank]
-            before = sum(count for other, count in sites.items() if other < stage)
+            before = sum(count for stage, count in sites.items() if stage < stages[rank])
             for i, draw in enumerate(own):
-                turn, site = divmod(i, sites[stage])
-                turn = turn * dp + data_rank if apart else turn
-                drawn_there = _RankDraw(rank=rank, data_rank=0 if apart else data_rank, draw=draw)
-                by_place[turn * several + before + site].append(drawn_there)
-        yield from ((numbers[place], 1 if apart else dp, those) for place, those in by_place.items())
+                micro, site = divmod(i, sites[stages[rank]])
+                turn = micro * dp + data_ranks[rank] if apart else micro
+                own_draw = _RankDraw(rank=rank, data_rank=0 if apart else data_ranks[rank], draw=draw)
+                by_place[turn * per_round + before + site].append(own_draw)
+        yield from ((numbers[place], 1 if apart else dp, draws) for place, draws in by_place.items())
+
+
+def _sites_of_stages(
+    case: CaseLike, dp: int, line: str, numbers: Sequence[int], drawn: Sequence[Sequence[Draw]], stages: Sequence[int]
+) -> dict[int, int]:
+    """Stage -> how many masks each of its ranks draws in a micro-batch at this line.
+
+    Raises _Misplaced unless all ranks of a stage draw as many in every micro-batch, and the truth as many as all stages
+    together, for each data rank by itself or for all of them at once.
+    """
+    rounds = case.steps * case.micro
+    counts = {stage: len(own) for stage, own in zip(stages, drawn, strict=True)}
+    uneven = [f"{len(own)} on rank {rank}" for rank, own in enumerate(drawn) if len(own) != counts[stages[rank]]]
+    sites = {stage: count // rounds for stage, count in sorted(counts.items())}
+    per_round = sum(sites.values())
+    is_whole = all(counts[stage] == sites[stage] * rounds for stage in sites)
+    if uneven or not is_whole or len(numbers) not in (rounds * per_round, rounds * dp * per_round):
+        where = f" at {line}" if line else ""
+        told = " ".join(uneven) or ", ".join(map(str, counts.values()))
+        raise _Misplaced(
+            f"the truth draws {len(numbers)} masks{where} and the ranks {told}, in {case.steps} steps of "
+            f"{case.micro} micro-batches on {dp} data ranks"
+        )
+    return sites
 
 
 def _offsets(axes: Axes, shape: tuple[int, ...], draws: Sequence[_RankDraw]) -> list[tuple[int, ...]]:
-    """Where what each rank drew lies in a mask of this shape; of several ways one in which replicas are equal."""
-    first = None
-    for way in _ways(axes, shape, draws):
-        first = first or way
-        parts: dict[object, Tensor] = {}
-        places = zip(draws, way, strict=True)
-        if all(
-            torch.equal(block.local, parts.setdefault((one.data_rank, offsets, block.offsets), block.local))
-            for one, offsets in places
-            for block in one.draw.blocks
-        ):
-            return way
-    if first is None:
+    """The offsets of each rank's mask in one of this shape; of several layouts the first with equal replicas."""
+    layouts = []
+    for layout in _possible_layouts(axes, shape, draws):
+        if _has_equal_replicas(draws, layout):
+            return layout
+        layouts.append(layout)
+    if not layouts:
         one = draws[0]
         rule = f"has the shape {_shape(one.draw)} on rank {one.rank} and {shape} in the truth"
         why = f"no cut over one axis in the order of ranks gives it (slices over {SLICES} say nothing of their order)"
         raise _Misplaced(f"the mask drawn at {one.draw.line} {rule}: {why}")
-    return first
+    return layouts[0]
 
 
-def _ways(axes: Axes, shape: tuple[int, ...], draws: Sequence[_RankDraw]) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to cut the dims that are shorter than these, each over one axis."""
+def _has_equal_replicas(draws: Sequence[_RankDraw], layout: Sequence[tuple[int, ...]]) -> bool:
+    """Whether blocks with the same place in this layout are equal."""
+    parts: dict[object, Tensor] = {}
+    return all(
+        torch.equal(block.local, parts.setdefault((one.data_rank, offsets, block.offsets), block.local))
+        for one, offsets in zip(draws, layout, strict=True)
+        for block in one.draw.blocks
+    )
+
+
+def _possible_layouts(
+    axes: Axes, shape: tuple[int, ...], draws: Sequence[_RankDraw]
+) -> Iterator[list[tuple[int, ...]]]:
+    """The offsets of all draws, for every way to split dims that are shorter than in `shape`, each over one axis."""
     shapes = {one.rank: _shape(one.draw) for one in draws}
     if any(len(own) != len(shape) for own in shapes.values()):
         return
     cut = [dim for dim, size in enumerate(shape) if any(own[dim] != size for own in shapes.values())]
-    # slices of the sequence may be of any form: zigzag, contiguous
+    # Slices of a sequence are left out: they may be contiguous or zigzag, which shapes do not show.
     known = {axis: lists for axis, lists in axes.items() if axis not in ("dp", *SAME_SAMPLES)}
     free = [axis for axis, lists in known.items() if any(len(group) > 1 for group in lists)]
     for over in permutations(free, len(cut)):
-        way = [[0] * len(shape) for _ in draws]
-        whole = True
-        for dim, axis in zip(cut, over, strict=True):
-            for group in axes[axis]:
-                start = 0
-                for rank in group:
-                    for place, one in enumerate(draws):
-                        if one.rank == rank:
-                            way[place][dim], start = start, start + shapes[rank][dim]
-                whole = whole and start in (0, shape[dim])
-        if whole:
-            yield [tuple(offsets) for offsets in way]
+        starts = {dim: _starts_along(shapes, dim, axes[axis], shape[dim]) for dim, axis in zip(cut, over, strict=True)}
+        if None not in starts.values():
+            yield [tuple((starts.get(dim) or {}).get(one.rank, 0) for dim in range(len(shape))) for one in draws]
+
+
+def _starts_along(
+    shapes: Mapping[int, tuple[int, ...]], dim: int, groups: Sequence[Sequence[int]], size: int
+) -> dict[int, int] | None:
+    """Rank -> the offset in this dim of the mask that it drew, if each group tiles the dim in its order; else None."""
+    starts: dict[int, int] = {}
+    for group in groups:
+        start = 0
+        for rank in group:
+            if rank in shapes:
+                starts[rank] = start
+                start += shapes[rank][dim]
+        if start not in (0, size):  # 0: no rank of this group draws
+            return None
+    return starts
 
 
 def _block(block: Block, place: tuple[int, ...], shape: tuple[int, ...]) -> Block:
-    """A block of what a rank dropped, which lies there in the joint mask."""
+    """The block of a rank's mask at this place of the joint mask."""
     offsets = tuple(a + b for a, b in zip(place, (0, *block.offsets), strict=True))
     return replace(block, local=block.local[None], offsets=offsets, global_shape=shape, whole=False)
 
 
 def _shape(draw: Draw) -> tuple[int, ...]:
-    """The shape of what was dropped, that of the full tensor where it is a DTensor."""
+    """The shape of what was dropped; of a DTensor that of the full tensor."""
     return draw.blocks[0].global_shape

@@ -1,17 +1,17 @@
-"""The operator by which a dense model computes another function in one dtype than in another, where there is one.
+"""Finds the operator that makes a dense model another function in float32 than in float64, if there is one.
 
-RMSNorm's default eps is that of the dtype; so is a number that follows from `torch.finfo(x.dtype)`. Such code is right
-and has another truth in every dtype. A model that draws its weights in the case's dtype has none.
+The default eps of RMSNorm is that of the dtype, and code may use other numbers of `torch.finfo(x.dtype)`. Such code is
+right, and its truth depends on the dtype. A model that draws its weights in the case's dtype has no such operator.
 
-The first forward runs in float64 and in float32, both seen operator by operator. Pairs of equal operators in the same
-order show where results begin to differ by more than rounding, and why:
+The first forward runs in float64 and in float32, and the operators of both are recorded. Pairs of equal operators in
+the same order show where results begin to differ by more than rounding, and why:
 
-    numbers     the operator was given other numbers: an eps, a bound, a value to fill with
-    itself      given the same tensors, its float32 result is not that of float64 but for rounding
+    numbers     the operator was given different numbers: an eps, a bound, a value to fill with
+    itself      given the same tensors, its results in float32 and float64 differ by more than rounding
     elsewhere   random numbers or constants differ, or one run has operators that the other has not
 
-A difference is followed from operator to operator, as long as it is there: what fills a mask leaves none behind the
-softmax. The last difference of the forward counts.
+A difference is followed from operator to operator until it vanishes: two values that fill a mask differ, and their
+softmax does not. The last difference of the forward counts.
 """
 
 import difflib
@@ -41,14 +41,14 @@ from shardproof.harness.torch_internals.dispatch import (
 )
 
 _MOST = 2**26
-"""Elements that are kept of a forward; what follows is not looked at."""
+"""The most elements that are kept of a forward. Operators after that are not recorded."""
 _EPSILON = float(torch.finfo(torch.float32).eps)
 _OWN = 64 * _EPSILON
 """The relative error that rounding explains in one operator."""
 _AMPLIFIED = 16
-"""Explained too is this many times the effect of a change of its inputs by their rounding."""
+"""Rounding also explains this many times the change of the result when the inputs move by their own rounding."""
 _CASTS = frozenset({"_to_copy"})
-"""Operators that a run has where it is not in the dtype in which numbers are stated."""
+"""Operators that only one of the runs may have: it casts where the other has the stated dtype already."""
 _UNSET = ("empty", "new_empty")
 
 
@@ -57,8 +57,9 @@ _Results = tuple[list[Tensor], list[Tensor]]
 
 @dataclass(slots=True)
 class OperatorStep:
-    """An operator of a forward. `numbers` are those it was given, `given` and `made` the storages of its tensors,
-    `results` its floating tensors in float64. `random`: it draws. `own`: its result is not that of float64.
+    """An operator of a forward. `numbers` are its scalar arguments, `given` and `made` the storages of the tensors that
+    it read and returned, `results` its floating tensors in float64. `random`: it draws random numbers. `own`: given the
+    same tensors, its result in float64 differs by more than rounding.
     """
 
     operator: str
@@ -72,9 +73,9 @@ class OperatorStep:
 
 
 class Forward(DispatchMode):
-    """Keeps the operators of its thread in `steps` until the first backward; of float32 each beside itself in float64.
+    """Records the operators of its thread in `steps`, up to the first backward. Those of float32 run in float64 too.
 
-    A tensor of one element that no operator made is one of the numbers that an operator is given.
+    A tensor of one element that no operator made counts as one of the numbers that an operator is given.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class Forward(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The operator's result, as it is."""
+        """Record the operator; return its result unchanged."""
         if take_themselves_apart(types):
             return NotImplemented
         words = dict(kwargs or {})
@@ -96,8 +97,9 @@ class Forward(DispatchMode):
             return operator(*args, **words)
         random = torch.Tag.nondeterministic_seeded in operator.tags
         given = [leaf for leaf in leaves((args, words)) if isinstance(leaf, Tensor)]
-        again = "c10d" not in operator.namespace and not random and makes_new(operator)  # no effect but its result
-        wide = _in_float64(operator, args, words) if again else None
+        # Only an operator without any effect but its result may run a second time.
+        pure = "c10d" not in operator.namespace and not random and makes_new(operator)
+        wide = _in_float64(operator, args, words) if pure else None
         result = operator(*args, **words)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         self._note(operator, random, (args, words), given, made, wide)
@@ -127,7 +129,7 @@ class Forward(DispatchMode):
         )
         self._elements += sum(leaf.numel() for leaf in floating)
         self._made |= {*map(storage_id, made)}
-        self._alive += made  # a storage that is freed would give its number to another
+        self._alive += made  # keeps the numbers of storages unique: that of a freed one is used again
 
 
 def _is_read(tensor: Tensor) -> bool:
@@ -137,12 +139,12 @@ def _is_read(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ForwardWatched:
-    """A subject whose outcome is its first forward, with every other attribute of the subject."""
+    """The subject, with the operators of its first forward as its outcome."""
 
     subject: NamedSubject
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is the subject's."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
@@ -169,7 +171,10 @@ def steps_of(outcome: Mapping[str, Sequence[Block]]) -> list[OperatorStep]:
 
 
 def _in_float64(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) -> _Results | None:
-    """Results of an operator of float32 in float64: of its tensors, and of these moved by their rounding."""
+    """Results in float64 of an operator of float32: of its own arguments, and of arguments moved by their rounding.
+
+    None if no argument is in float32, or the operator does not take float64.
+    """
     if not any(isinstance(leaf, Tensor) and leaf.dtype is torch.float32 for leaf in leaves((args, words))):
         return None
     generator = torch.Generator().manual_seed(0)
@@ -190,7 +195,7 @@ def _in_float64(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) ->
 
     try:
         return results(0.0), results(_EPSILON)
-    except Exception:  # an operator, also of the user's own, that does not take float64
+    except Exception:  # an operator, perhaps the user's own, that does not take float64
         return None
 
 
@@ -213,7 +218,7 @@ def _gap(value: Tensor, true: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a difference came from; `words` is empty for one that is no operator's."""
+    """Where a difference came from; `words` is empty if no operator made it."""
 
     words: str = ""
 
@@ -223,8 +228,9 @@ _ELSEWHERE = _Origin()
 
 @dataclass(slots=True)
 class _Differences:
-    """The storages that differ between two runs now, by those of the run in float32; the last origin seen; whether what
-    was drawn differs.
+    """What differs between the two runs at this point: `origins` by storage of the run in float32.
+
+    A gap of at most `least` is no difference. `last` is the last origin that was seen. `drawn`: random numbers differ.
     """
 
     least: float
@@ -233,7 +239,7 @@ class _Differences:
     drawn: bool = False
 
     def follow(self, step: OperatorStep, found: _Origin | None) -> None:
-        """From here on results of this step differ as what it was given does, else as `found`; or no longer."""
+        """Give the results of this step the origin of its arguments, else `found`; None: they do not differ."""
         before = [self.origins[key] for key in step.given if key in self.origins]
         origin = before[0] if before else found
         for key in step.made:
@@ -243,7 +249,7 @@ class _Differences:
         self.last = origin or self.last
 
     def compare(self, wide: OperatorStep, narrow: OperatorStep) -> None:
-        """Follow a pair of equal operators."""
+        """Compare the results of a pair of equal operators, and follow a difference."""
         gap = max(
             (_gap(b, a) for a, b in zip(wide.results, narrow.results, strict=False) if a.shape == b.shape), default=0
         )
@@ -256,7 +262,7 @@ class _Differences:
 
 
 def _find_origin(wide: OperatorStep, narrow: OperatorStep) -> _Origin | None:
-    """The origin in this operator: other numbers, or itself; None where it has neither."""
+    """The origin of a difference if it is this operator: its numbers or itself. Otherwise None."""
     for mine, true in zip(narrow.numbers, wide.numbers, strict=False):
         if not math.isclose(mine, true, rel_tol=_OWN):
             return _Origin(
@@ -269,11 +275,9 @@ def _find_origin(wide: OperatorStep, narrow: OperatorStep) -> _Origin | None:
 
 
 def differing_operator(wide: Sequence[OperatorStep], narrow: Sequence[OperatorStep], error: float) -> str:
-    """The operator, in words, from which a forward in float32 differs by this error from that in float64.
-
-    "" where the difference came from no operator.
-    """
-    found = _Differences(math.sqrt(error * _EPSILON))  # half-way, in orders of magnitude, between it and rounding
+    """The operator, in words, that makes a forward in float32 differ by `error` from float64; "" if none does."""
+    # A gap counts from half-way, in orders of magnitude, between rounding and the error to be explained.
+    found = _Differences(math.sqrt(error * _EPSILON))
     names = [step.operator for step in wide], [step.operator for step in narrow]
     for kind, a, b, c, d in difflib.SequenceMatcher(None, *names, autojunk=False).get_opcodes():
         if kind == "equal":

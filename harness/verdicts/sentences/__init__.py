@@ -1,1 +1,1 @@
-"""Sentences of checks and causes, by the ids of their facts: the folder that a person opens to change them."""
+"""The sentences of checks and causes, by the ids of their facts. They are changed in this folder."""

@@ -1,4 +1,4 @@
-"""What causes say of a failure: id -> sentence (`rendering` says what a template may hold)."""
+"""The sentences of causes: id -> template (`rendering` says what a template may hold)."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from shardproof.harness.verdicts.sentences.formats import describe_factor
 
 _ALL_RANKS = "all ranks"
 _SHOWN = 3
-"""Names that a cause lists."""
+"""The most names that a cause lists."""
 _WHAT = {
     "it": "it is {} the truth",
     "all": "all are {} the truth",

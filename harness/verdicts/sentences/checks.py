@@ -1,4 +1,4 @@
-"""What checks state: id -> sentence (`rendering` says what a template may hold)."""
+"""The sentences of checks: id -> template (`rendering` says what a template may hold)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 _LISTED = 5
-"""Names that a list shows; the number of the others follows."""
+"""The most names in a list; the number of the others follows."""
 _LISTS = 4
-"""The same of rank lists."""
+"""The most rank lists in a list."""
 
 _ROUNDING = 2.0**-40
-"""Factors are quotients of sums in float64, of which rounding leaves some 40 bits."""
+"""Factors are quotients of sums in float64, which rounding leaves exact to some 40 bits."""
 
 
 def describe_factor(factor: float) -> str:

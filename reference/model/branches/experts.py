@@ -1,8 +1,8 @@
-"""Experts in the place of an MLP: a loop over them, each on the tokens that are its own.
+"""Experts in place of an MLP: a loop over them, each on its own tokens.
 
-Letters: B rows, S tokens of a row, H hidden, E experts, T tokens of an expert. An expert is an MLP without biases, its
-inner features multiplied by the router's weight for the token. The outputs of a token's experts add up. The shared
-expert is a plain MLP beside them. Source: Megatron-Core 0.16.1 `TopKRouter`, `SequentialMLP`, `SharedExpertMLP`
+Letters: B rows, S tokens of a row, H hidden, E experts, T tokens of an expert. An expert is an MLP without biases,
+whose inner features are multiplied by the router's weight for the token. The outputs of a token's experts add up. The
+shared expert is a plain MLP beside them. Source: Megatron-Core 0.16.1 `TopKRouter`, `SequentialMLP`, `SharedExpertMLP`
 (experts.md 21).
 """
 
@@ -19,7 +19,7 @@ from shardproof.reference.model.decoder import Pass
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """The parameters; those of all experts are one tensor each, [experts, out, in]."""
+    """The parameters. Those of all experts are one tensor each, [experts, out, in]."""
     count, hidden, width = case.experts, case.hidden, case.expert_width
     up = ("gate", "up") if case.activation == "swiglu" else ("up",)
     found: dict[str, tuple[int, ...]] = {"mlp.router.weight": (count, hidden)}
@@ -36,7 +36,7 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def forward(run: Pass, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Tensor:
-    """Sum of the outputs of the chosen experts of every token, weighed, and of the shared expert."""
+    """The weighted sum of the outputs of each token's experts, and of the shared expert."""
     case, name = run.case, f"{layer}.mlp"
     dtype = x_BSH.dtype if case.router_dtype == "model" else getattr(torch, case.router_dtype)
     dtype = torch.promote_types(x_BSH.dtype, dtype)
@@ -76,10 +76,10 @@ def divmod_number(case: Case, number: int) -> tuple[int, int]:
 
 
 def choose_experts(case: Case, logits_BSE: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """The experts of every token: bool [B, S, E]; of equal scores the one with the smaller number.
+    """The experts of every token: bool [B, S, E]; among equal scores the one with the smaller number.
 
-    Where there are groups, only those experts are scored whose group is kept: one with the largest sum of its
-    top_k / kept_groups best scores.
+    With groups, only experts of kept groups are scored: those with the largest sums of their top_k / kept_groups best
+    scores.
     """
     score_BSE = logits_BSE.sigmoid() if case.router == "sigmoid" else logits_BSE
     if bias_E is not None:
@@ -92,14 +92,14 @@ def choose_experts(case: Case, logits_BSE: Tensor, bias_E: Tensor | None = None)
 
 
 def _largest(score_E: Tensor, count: int) -> Tensor:
-    """A mask of the largest scores along the last dim, the first of equal ones."""
+    """A mask of the largest scores along the last dim, the first among equal ones."""
     order = score_E.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(score_E, dtype=torch.bool).scatter(-1, order, True)
 
 
 def apply_capacity(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
-    """The choices without those beyond what an expert takes. Of one rank's tokens (capacity_of=rank) it is the one
-    place where the dense model knows ranks (experts.md 21.3). Of equal weights the first tokens' stay.
+    """The choices without those beyond an expert's capacity. Among the tokens of one rank (capacity_of=rank) this is
+    the only place where the dense model knows ranks (experts.md 21.3). Among equal weights the first tokens' stay.
     """
     kept_BSE = torch.zeros_like(chosen_BSE)
     weights_BSE = weights_BSE.round(decimals=EQUAL_DIGITS)
@@ -125,11 +125,11 @@ def _places_of_ranks(case: Case) -> list[Tensor]:
 
 
 def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None = None) -> list[Tensor]:
-    """The balance losses of a micro-batch, or of its counted tokens, each times these tokens.
+    """The balance losses of a micro-batch, or of its counted tokens, each multiplied by the number of these tokens.
 
-    As other terms they are divided by the counted tokens of the step. Source: Switch (arXiv:2101.03961) for any top_k,
-    ST-MoE (2202.08906). Choices of a router are those without groups and bias; a loss of equal shares is its
-    coefficient.
+    Like other terms they are divided by the counted tokens of the step. Source: Switch (arXiv:2101.03961) for any
+    top_k, ST-MoE (2202.08906). Choices of a router are those without groups and bias; with equal scores a loss equals
+    its coefficient.
     """
     if not (case.aux_loss or case.sequence_loss or case.z_loss):
         return []
@@ -150,7 +150,7 @@ def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tenso
 
 
 def _shares(case: Case, logits_BSE: Tensor) -> Tensor:
-    """The share of every expert in each token, all experts considered."""
+    """The score of every expert for each token, which add up to 1."""
     if case.router != "sigmoid":
         return logits_BSE.softmax(-1)
     share_BSE = logits_BSE.sigmoid()
@@ -158,7 +158,7 @@ def _shares(case: Case, logits_BSE: Tensor) -> Tensor:
 
 
 def global_loss(case: Case, layer: str, batch: Batch, logits_BSE: Tensor) -> Tensor:
-    """This micro-batch's part of the balance loss of all data ranks: their choices, and its own shares."""
+    """This micro-batch's part of the balance loss of all data ranks: with their choices, and its own scores."""
     micro, _dp_rank = divmod_number(case, batch.number)
     first = [first_token(case, batch.step, micro, rank) for rank in range(case.dp)]
     tokens_DT = torch.tensor(first)[:, None] + torch.arange(case.tokens)
@@ -173,7 +173,7 @@ def _bias(layer: str) -> str:
 
 
 def values(case: Case) -> dict[str, Tensor]:
-    """The biases with which experts are chosen, float64 [E] of every layer: zero."""
+    """The biases by which experts are chosen, float64 [E] for every layer: zero at first."""
     names = case.layers_with_experts if case.bias_rate else ()
     return {_bias(layer): torch.zeros(case.experts, dtype=torch.float64) for layer in names}
 

@@ -1,4 +1,4 @@
-"""Prediction of further tokens, dense (`reference.features.prediction`): what goes on behind the decoder.
+"""Prediction of further tokens (`reference.features.prediction`) in the dense model, after the decoder.
 
 Letters as in `reference.model.layers`. Depth k (from 1) of D, in its own norms, projection and layer:
 
@@ -38,7 +38,7 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def ahead(batch: Batch, places: int) -> Batch:
-    """The micro-batch as each token sees it that many places on in its own document."""
+    """The micro-batch with what stands this many places further on in the document of each token."""
     length = batch.tokens.shape[1]
     ends = torch.tensor([length]) if batch.cu_seqlens is None else batch.cu_seqlens.cpu()[1:]
     here = torch.arange(length)
@@ -59,7 +59,7 @@ def ahead(batch: Batch, places: int) -> Batch:
 
 
 def forward(run: Pass, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
-    """The terms of all depths, left beside; the hidden states of the last."""
+    """Add the loss terms of all depths to `run.beside`; return the hidden states of the last depth."""
     case, depths = run.case, run.case.prediction_depth
     main = sum(_count(batch) for batch in run.beside.step)
     head = run.weights["embedding.tokens.weight" if case.tied else "head.weight"]

@@ -140,7 +140,7 @@ def test_ranks_that_hold_everything_in_full_fail_although_they_talk_where_an_axi
     assert named(findings, FAIL) == {"parallelism"}
     assert "every rank holds the full tensor of all 4 shards" in findings["parallelism"].message
     assert "parallelism" in named(run_checks(evidence(whole(), whole(), case=case("mode=isp tp=2 wp=2"))), FAIL)
-    owned = whole()  # each tensor is on one rank, as tables of embeddings are dealt out whole
+    owned = whole()  # each tensor lies on one rank, as embedding tables that are distributed whole
     shards = [name for name in owned if name.startswith("grad/")]
     parts = [owned | dict.fromkeys(shards[rank::2], []) for rank in (0, 1)]
     assert "parallelism" not in named(run_checks(evidence(*parts)), FAIL)

@@ -214,7 +214,7 @@ def noted(kind: NoteKind, *reasons: str) -> tuple[Note, ...]:
     ],
 )
 def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tuple[Note, ...]]], lines: str) -> None:
-    """Of what checks left open, each of a case of its own; a check that failed adds none."""
+    """The verdicts that leave something open, each from a case of its own; a failed check adds no such line."""
     store = Store(tmp_path, "my:subject", {})
     rows = [(f"mode=tp seed={number}", *one, "pass") for number, one in enumerate(told)]
     rows.append(("mode=tp seed=99", "failed", (), "fail"))
@@ -227,7 +227,9 @@ def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tu
 
 
 def test_a_state_of_a_step_that_the_truth_skips_is_a_failure_with_its_place() -> None:
-    """Right parameters and a moment that no step made: unknown without the truth's word that the step is skipped."""
+    """A moment belongs to no step that was made, though parameters are right: unknown unless the
+    truth skips that step.
+    """
     made = {"exp_avg_after/0/layers.0.mlp.w2.bias": torch.zeros(6)}
     for skips in (False, True):
         known = {**truth(), "skipped/0": torch.tensor(int(skips)), "exp_avg_after/1/layers.0.mlp.w2.bias": drawn(6)}

@@ -53,7 +53,7 @@ def test_a_wrong_event_shows_both_sides_word_for_word() -> None:
 
 
 def test_a_call_in_another_phase_is_that_of_its_own_module() -> None:
-    """Of two modules whose calls are alike each keeps its own."""
+    """Two modules with equal calls each keep their own."""
     modules = ("head", "layers.0.mlp.w1")
     alike = [replace(event, phase="recompute") if event.region in modules else event for event in events()]
     recomputed = [event for event in alike if event.phase == "recompute"]
@@ -181,7 +181,9 @@ def test_moves_have_their_conjugates() -> None:
 
 
 def test_calls_with_other_rows_in_some_modules_are_put_aside_and_others_are_not() -> None:
-    """Rows chosen otherwise: other payloads, more calls of the same kind or fewer; another dtype is none of it."""
+    """Another choice of rows gives other payloads, and more or fewer calls of the same kind; another dtype is no
+    choice.
+    """
     terms = (
         a_term(phase="forward", region="layers.0", op="all_to_all", payload_bytes=64),
         a_term(phase="forward", region="layers.0", op="all_gather", payload_bytes=32),

@@ -61,7 +61,7 @@ def gradients(dtype: str, hidden: int, x: Tensor, ids: Tensor, at: Tensor, upstr
 
 
 def computed(dtype: str, tokens: int, hidden: int, ranks: int) -> tuple[Gradients, Gradients, list[Gradients]]:
-    """The truth, what the ranks add up to, each with its share of the tokens, and each rank's part."""
+    """The truth, the sum of the ranks (each with its share of the tokens), and each rank's part."""
     x, upstream = (noise(tokens, hidden, seed=seed, dtype=dtype) for seed in (1, 2))
     ids = torch.randint(WORDS, (tokens,), generator=torch.Generator().manual_seed(3)).pow(2) // WORDS  # some are many
     given = x, ids, torch.arange(tokens) % LONGEST, upstream
@@ -122,7 +122,7 @@ def test_the_tokens_of_a_step_are_read_from_the_truth() -> None:
 
 
 def test_control_runs_add_up_as_the_worst_kernels_do() -> None:
-    """Ten times as far from exact as sums in a cascade are."""
+    """Their error is ten times that of a pairwise sum."""
     rows = noise(8192, 64, seed=9, dtype="float32")
     shift, scale = torch.zeros(64, requires_grad=True), torch.ones(64, requires_grad=True)
     (found,) = torch.autograd.grad(split_norm(rows, scale, shift, parts=2), shift, rows)

@@ -1,4 +1,4 @@
-"""Large tensors are compared in blocks, small ones at once: what comes of it is what comes of each by itself."""
+"""Large tensors are compared in blocks and small ones together, with the results of comparing each by itself."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ RIGHT = TRUTH * (1 + 1e-6 * noise(37, 29, seed=1))
 
 
 def with_row(row: int, factor: float) -> Tensor:
-    """The right tensor, a row of it times this."""
+    """The right tensor, with one row multiplied by this."""
     return RIGHT * torch.ones(37, 1, dtype=torch.float64).index_fill(0, torch.tensor(row), factor)
 
 

@@ -78,7 +78,7 @@ def adam(rules: Rules, step: int, before: State) -> State:
 
 
 def seen_of(text: str, values: State, true: State) -> tuple[Evidence, list[str]]:
-    """Evidence of these states beside the true ones, and the wrong names, last first as training is looked through."""
+    """Evidence of these states beside the true ones, and the wrong names in the reverse order of training."""
     norms = {f"grad_norm/{step}": norm for step, norm in enumerate(NORMS)}
     known = {**truth(), **{f"grad/{name}": GRADIENTS[0][name] for name in NAMES}, **norms}
     shares = {f"start/{name}": start for name, start in START.items()}
@@ -119,12 +119,14 @@ def test_rules_of_adam(wrong: Rules, ids: list[str]) -> None:
 
 
 def test_a_factor_that_begins_in_a_later_step_comes_from_no_sum() -> None:
-    """Half of the updates may be a mean over tp=2 in the first step alone: sums are of every step."""
+    """A factor of one half in the first step may be a mean over tp=2. One that begins later may not: sums are in every
+    step.
+    """
     assert [told_of(Rules(rate=0.005), steps) for steps in (1, 2)] == [["size_factor"], ["constant_factor"]]
 
 
 def test_moments_that_begin_anew_and_a_learning_rate_behind_clipped_ones() -> None:
-    """The rate is no matter of clipping."""
+    """The learning rate plays no part in clipping."""
     assert told_of(Rules(keeps=False), 2) == ["optimizer_state"]
     true = adam(RIGHT, 0, {})
     seen, names = seen_of(f"{ADAM} clip=0.5", {**true, **adam(Rules(rate=0.007), 0, {})}, true)
@@ -223,7 +225,7 @@ def test_the_earlier_of_tensor_and_event_is_the_first_place() -> None:
     first = first_of(both, "parameter_gradients")  # a gradient may be wrong because of a call in backward
     assert (first.phase, first.region, first.name) == ("backward", "head", W1)
     act = planted({"act/head": truth()["act/head"] * 2})
-    first = first_of(but(act, events=lost), "activations")  # what backward lacks did not make an activation wrong
+    first = first_of(but(act, events=lost), "activations")  # a call in backward cannot explain a wrong activation
     assert (first.phase, first.region, first.name) == ("forward", "head", "act/head")
     assert first.event.startswith("missing event in backward of head")
 
@@ -245,7 +247,7 @@ def test_the_earlier_of_tensor_and_event_is_the_first_place() -> None:
     ],
 )
 def test_a_call_made_otherwise_has_a_cause(wrong: tuple[Event, ...], cause: str) -> None:
-    """A call of the first rank alone has that rank."""
+    """A call that only the first rank issues is reported with that rank."""
     seen = evidence(events=wrong)
     assert ids_of(seen) == [cause]
     found = run_checks(seen)["ledger"]

@@ -1,4 +1,4 @@
-"""Statements of a line `when:` that are not so when they are read and run again are left out."""
+"""Untrue statements of a line `when:` are left out: each is read and run again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ def test_checks_that_fail_for_another_reason_are_named() -> None:
 
 
 def test_words_that_change_with_one_are_named_where_a_reader_needs_them() -> None:
-    """Values that follow by themselves are not."""
+    """Values that follow by themselves are not printed."""
     bias = (("bias", True),)
     fails: Callable[[Any], Proved] = lambda case: (case.tp == 2 and not case.bias, ())  # noqa: E731
     line, runs = tried(found("tp=2", word("act", "relu", right="tanh", further=bias)), "tp=2", fails)

@@ -1,4 +1,6 @@
-"""Faults do what they say to every collective: expected values by hand; rank r of two brings [1, 2] + 2r."""
+"""Faults do to every collective what they say. Expected values are computed by hand; rank r of two
+brings [1, 2] + 2r.
+"""
 
 import math
 from collections.abc import Callable
@@ -66,7 +68,7 @@ def ledger(program: Program, world_size: int = 2) -> list[Event]:
 @pytest.mark.parametrize(
     ("name", "fault", "left"),
     [
-        # a dropped call leaves what the rank has alone
+        # after a dropped call the rank has its own values only
         ("all_reduce", "drop", [[1, 2], [3, 4]]),
         ("broadcast", "drop", [[1, 2], [3, 4]]),
         ("all_gather", "drop", [[1, 2, 1, 2], [3, 4, 3, 4]]),

@@ -1,4 +1,4 @@
-"""On a GPU: ranks of this process share one, ranks of their own take one each; `pytest -m gpu` is the one command.
+"""On GPUs, by `pytest -m gpu`: ranks that are threads share one, ranks that are processes take one each.
 
 Times are of CUDA events. The ranks' mathematics is that of the CPU, so float64 has the same limits.
 """
@@ -49,7 +49,7 @@ def test_four_ranks_share_one_gpu(engine: InprocEngine, text: str) -> None:
 
 
 def test_sums_in_any_order_are_ordered_while_ranks_run(engine: InprocEngine) -> None:
-    """Of four rows a token, which index_add adds up on a GPU in whatever order they come."""
+    """On a GPU, index_add adds the four rows of a token in any order."""
     sizes = "heads=4 kv_heads=4 hidden=32 ffn=24 expert_ffn=24 seq=64 batch=4 micro=1"
     passed(f"mode=tp tp=2 experts=8 top_k=4 {sizes}", engine)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -129,7 +129,9 @@ COMPUTED = ("F", "B")
 
 
 def wrong(case: Case, spans: tuple[RankSpan, ...]) -> list[str]:
-    """Contradictions to the programs of the case's stages: computations, their order, or what they had to wait for."""
+    """What contradicts the programs of the case's stages: other computations, another order, or one that began too
+    early.
+    """
     found = []
     at = {rank: place for group in case.axes["pp"] for place, rank in enumerate(group)}
     programs = CasePipeline(case=case).programs

@@ -18,7 +18,7 @@ from shardproof.harness.running.trials.document_runs import _separating_sets
 from tests.harness.proofs import contradicted, proved
 
 NUMBERS = torch.tensor([[4, 4, 7, 7, 7, 9], [5, 5, 5, 8, 8, -1]])
-"""Documents of two rows, and a token of none."""
+"""The document of every token, for two rows; -1 for a token of no document."""
 Mix = Callable[[Tensor, Tensor], Tensor]
 """(tokens [rows, tokens, width], documents) -> what each token makes of the tokens before it."""
 
@@ -34,23 +34,23 @@ def all_before(x: Tensor, numbers: Tensor) -> Tensor:
 
 
 def backward_alone(x: Tensor, numbers: Tensor) -> Tensor:
-    """Right in forward, and the gradient goes on to the whole row."""
+    """Right in forward, but in backward the gradient reaches the whole row."""
     beyond = x.cumsum(1)
     return own(x, numbers) + beyond - beyond.detach()
 
 
 def other_rows(x: Tensor, numbers: Tensor) -> Tensor:
-    """A mean over all rows as well."""
+    """Its own document, and a mean over all rows."""
     return own(x, numbers) + x.mean(0)
 
 
 def rounded(x: Tensor, numbers: Tensor) -> Tensor:
-    """A change as small as rounding, as in a product whose number of rows follows from values."""
+    """A change as small as rounding, as when the number of rows of a product depends on values."""
     return own(x, numbers) * (1 + torch.finfo(x.dtype).eps * ((1000 * x.detach().sum()).long() % 3).to(x))
 
 
 class Packed:
-    """A subject of two packed rows; data ranks see the same documents' tokens drawn anew, with numbers of their own."""
+    """A subject of two packed rows. Every data rank draws tokens of its own for the same documents."""
 
     words, cases = {"micro": (1,)}, ("dp=2",)
 

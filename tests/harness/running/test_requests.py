@@ -146,7 +146,7 @@ SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_he
 def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
     shardproof_here: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first case of each mode; modes without the deviation are left out, the words it needs are set."""
+    """The first case of each mode that can show the variant, with the words that it needs."""
     cases = tuple(f"mode={mode} {SMALL} seed={seed}" for mode in ("tp", "msp", "isp") for seed in (0, 1))
     monkeypatch.setattr(request_command, "default_cases", lambda *_, **__: tuple(map(Case.parse, cases)))
     status, out, _ = shardproof_here("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
@@ -174,14 +174,14 @@ LOADS = Case.parse("tp=2 dp=2 layers=1 micro=3 steps=1 optimizer=adamw load=ck")
 OTHERS = [Case.parse(f"tp=2 layers=1 micro=3 steps=1 seed={seed}") for seed in (1, 2, 3)]
 
 
-def test_it_is_in_the_group_of_the_case_that_saves() -> None:
+def test_a_case_that_loads_is_in_the_group_of_the_case_that_saves() -> None:
     cases = [OTHERS[0], SAVES, OTHERS[1], LOADS, OTHERS[2]]
     assert together(cases) == [[0], [1, 3], [2], [4]]
-    assert together([LOADS, SAVES]) == [[0], [1]], "what it loads is there before the run"
+    assert together([LOADS, SAVES]) == [[0], [1]], "a checkpoint that is loaded first was there before the run"
     assert loading_what_exists(cases) == [OTHERS[0], SAVES, OTHERS[1], OTHERS[2]]
 
 
-def test_the_order_of_a_default_run_keeps_it_behind() -> None:
+def test_a_default_run_puts_a_case_that_loads_behind_the_case_that_saves() -> None:
     found = arrange_cases([LOADS.but(load="elsewhere"), *OTHERS, SAVES, LOADS])
     assert found.index(LOADS) == found.index(SAVES) + 1
 

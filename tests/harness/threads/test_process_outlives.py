@@ -1,7 +1,7 @@
-"""The process outlives its ranks, however a rank ends that used DTensor, and a run lets go of its variables.
+"""A process survives ranks that used DTensor, however they end, and a finished run keeps none of its variables alive.
 
-The caches of DTensor abort the process when they outlive their thread. The process ends though threads of its ranks
-are blocked for good. A finished run lets go of its results; buckets do not outlive their ranks.
+The caches of DTensor abort a process when they outlive their thread. The process ends even if threads of its ranks are
+blocked for good. Neither results nor buckets outlive their run.
 """
 
 import gc
@@ -33,7 +33,7 @@ from tests import ROOT
 
 
 class Trial:
-    """Stands for what a run must let go of."""
+    """An object that must not outlive its run."""
 
 
 def test_a_group_that_outlives_its_run_keeps_none_of_its_results() -> None:
@@ -60,7 +60,7 @@ def test_a_look_at_the_ranks_keeps_none_of_their_variables(monkeypatch: pytest.M
     def program(rank: int) -> None:
         trial = Trial()
         known.append(weakref.ref(trial))
-        time.sleep(0.1)  # the driver looks on, whether a rank compiles
+        time.sleep(0.1)  # meanwhile the driver looks whether a rank compiles
 
     monkeypatch.setattr(scheduler, "_LISTEN_S", 0.01)
     with InprocEngine() as engine:

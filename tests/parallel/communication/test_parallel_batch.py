@@ -86,7 +86,7 @@ FULL = numbers(6, 9, 12)
 
 
 def _strided(x: Tensor) -> Tensor:
-    """These numbers in memory that is contiguous nowhere."""
+    """The same numbers in memory without a contiguous dim."""
     return torch.stack((x, -x), -1)[..., 0]
 
 

@@ -1,4 +1,4 @@
-"""Full weights, from seed and name alone; how far rounding carries the dense model, and that the control differs."""
+"""Full weights follow from seed and name alone; the control run and low precision are within rounding of the truth."""
 
 import math
 from collections.abc import Callable
@@ -138,7 +138,7 @@ def test_attention_of_the_control_is_the_same_attention(attention: Callable[...,
 
 
 def test_merged_attention_rounds_large_scores_as_context_ranks_do(prover: Prover) -> None:
-    """A learning rate of 1 makes large scores in the first step, and Adam full steps of what does not round to zero."""
+    """A learning rate of 1 makes scores large, and Adam makes a full step of any gradient that does not round to 0."""
     words = "layers=4 hidden=24 heads=4 kv_heads=2 ffn=24 vocab=394 seq=12 batch=3 micro=1 steps=2 optimizer=adamw"
     case = Case.parse(f"mode=tp tp=1 cp=2 cp_comm=alltoall family=llama {words} dtype=float32 seed=1")
     assert prover.proof(case).verdict == PASS

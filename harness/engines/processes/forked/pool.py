@@ -1,15 +1,15 @@
 """The pool engine: every rank a process that is kept from run to run, connected by gloo, or NCCL on GPUs.
 
-Ranks are forked from servers that have imported torch once, so a new one costs milliseconds. There are two servers, in
-which Python hashes strings with different seeds. So ranks do not iterate over a set in the same order, as on a cluster.
-The seeds differ within every aligned group of ranks whose size and stride are powers of two. Ranks receive programs by
-reference, their arguments as pickles, and answer with pickles. A run that fails ends in an error of the in-process
-engine, in RankCrashed or in RankDied. Its processes are killed and the next run gets new ones. State that a program
-leaves in its process (globals of modules, caches) is there in the next run, as in any process that lives on.
+Ranks are forked from servers that have imported torch once, so a new one costs milliseconds. There are two servers with
+different hash seeds: as on a cluster, ranks iterate over a set of strings in different orders. Every aligned group of
+ranks whose size and stride are powers of two has both seeds. Ranks receive programs by reference, their arguments as
+pickles, and answer with pickles. A run that fails ends in an error of the in-process engine, in RankCrashed or in
+RankDied. Its processes are killed and the next run gets new ones. State that a program leaves in its process (globals
+of modules, caches) is there in the next run, as in any process that lives on.
 
-multiprocessing itself has a single fork server, with the hash seed of its driver. Its socket lies in the file system,
-and stays there when the driver is killed. Ours lives in a session of its own, so that a Ctrl-C reaches the driver
-alone. No file is left, no process outlives the driver, and every wait is bounded. Times are seconds.
+The fork server of multiprocessing does not do: there is only one, it has the hash seed of the driver, and its socket
+stays in the file system when the driver is killed. Ours leave no file, and no process of theirs outlives the driver.
+They run in sessions of their own, so that Ctrl-C reaches the driver alone. Every wait is bounded; times are seconds.
 """
 
 import multiprocessing
@@ -47,27 +47,27 @@ from shardproof.harness.torch_internals.lookup import replace_attribute
 _PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
-    "torch.fx.experimental.symbolic_shapes",  # what the first backward of a process would import, for 0.35 s
+    "torch.fx.experimental.symbolic_shapes",  # else the first backward of each process imports it, in 0.35 s
     "shardproof.harness.running.ranks.execution",
     "shardproof.harness.engines.processes.forked.worker",
 )
 _START_S = 120.0
 _LOOK_S = 1.0
-"""How often the driver says that it is alive while it waits."""
+"""How often a waiting driver calls `alive`."""
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Unless the environment has another level: torch warns with a native stack of a store whose driver was killed."""
+"""Added where the environment sets no level: torch would print a native stack when the driver of a store is killed."""
 
 _ABANDONED = """sys.excepthook = lambda kind, *rest: kind is EOFError or sys.__excepthook__(kind, *rest)
 """
-"""A line of the server's program: a driver may end between its wish for a worker and the message that says what to run,
-since the server still loads torch. That worker has nothing to tell, and nobody to tell it to.
+"""A line of the server's program. While the server still loads torch, a driver may request a worker and end before it
+sends what to run. That worker meets the end of the file, and ends without a traceback.
 """
 
 
 class ForkServer(forkserver.ForkServer):
-    """A fork server in which, as in its workers, Python hashes strings with `hash_seed`.
+    """A fork server that hashes strings with `hash_seed`, as its workers do.
 
-    The server starts when it is needed, again where it has ended; `alive` is called now and then meanwhile.
+    The server is started when a worker is requested and none runs. `alive` is called while the driver waits for it.
     """
 
     _forkserver_address: Any
@@ -92,7 +92,7 @@ class ForkServer(forkserver.ForkServer):
             raise MachineError(f"the fork server of the pool failed: {why}") from problem
 
     def ensure_running(self) -> None:
-        """Start it where it does not run. Its socket has no name from then on: it is reached by its descriptor."""
+        """Start the server unless it runs. Then unlink its socket, which is reached by its descriptor from then on."""
         resource_tracker.ensure_running()
         with (
             replace_attribute(util, "spawnv_passfds", self._spawn_server),
@@ -106,11 +106,11 @@ class ForkServer(forkserver.ForkServer):
             self._forkserver_address = f"/proc/self/fd/{self._socket}"
 
     def connect_to_new_process(self, fds: Sequence[int]) -> tuple[int, int]:
-        """As Python's. Raises TimeoutError when it does not answer."""
+        """As the base class does. Raises TimeoutError when the server does not answer."""
         ends: tuple[int, int]
         try:
             ends = super().connect_to_new_process(fds)
-        except ConnectionError:  # it was killed a moment before: a socket closes before the end can be waited for
+        except ConnectionError:  # the server was just killed: its socket closes before its end can be awaited
             self._forget(_START_S)
             ends = super().connect_to_new_process(fds)
         until_s = time.monotonic() + _START_S
@@ -123,13 +123,13 @@ class ForkServer(forkserver.ForkServer):
         return ends
 
     def close(self) -> None:
-        """End it: its workers are ended before."""
+        """End the server. Its workers have ended before."""
         if self._forkserver_pid is not None and self._process is not None:
             self._process.kill()
             self._forget()
 
     def _forget(self, limit_s: float | None = None) -> None:
-        """Wait for its end, so that the next worker starts another one."""
+        """Wait until the server has ended, so that the next request starts another one."""
         if self._forkserver_pid is not None and self._process is not None:
             self._process.wait(limit_s)
             self._forkserver_pid = None
@@ -162,7 +162,7 @@ _MOST_KEPT = 32
 """Groups that a process keeps connected before all are closed and made again as needed."""
 _RUNS_PER_STORE = 500
 _HASH_SEEDS = (1, 2)
-"""Of the servers; fixed, so that runs repeat."""
+"""The hash seed of each server. They are fixed, so that a run can be repeated."""
 
 
 _ANSWER_S = 2.0
@@ -208,9 +208,9 @@ class _Pool:
     def run(
         self, request: RunRequest, program: bytes, alive: Callable[[], object]
     ) -> tuple[list[Any], tuple[Unwaited, ...]]:
-        """Perform a run: the values, and the works that were never waited for. `alive` is the engine's.
+        """Run a program: the values, and the works that were never waited for. `alive` is the engine's.
 
-        After anything but a good end its processes are replaced. Raises what Supervisor.results raises.
+        If the run fails, its processes are ended. Raises what Supervisor.results raises.
         """
         ranks = self._take_workers(request.world_size, alive)
         alive()
@@ -250,9 +250,9 @@ class _Pool:
         self._store = None
 
     def _take_workers(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
-        """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended.
+        """The processes of a run, by rank: idle ones, and new ones if there are too few. Ends those beyond _MOST_IDLE.
 
-        Each has the hash seed of its place. Connections made before are of no use to a new one.
+        Each has the hash seed of its place. A new process has no part in existing connections, so all are made again.
         """
         self._end([worker for worker in self._seeds if worker.process.exitcode is not None])
         seeds = [hash_seed(place) for place in range(world_size)]

@@ -60,7 +60,7 @@ class KeptGroups:
 
     @contextmanager
     def use_kept_groups(self, connection: int) -> Iterator[None]:
-        """Groups made in the body take the backends kept under this number; those of another one are closed."""
+        """Groups made in the body take the backends kept under this number; those of another number are closed."""
         if connection != self._connection:
             self._backends.clear()
             self._connection = connection
@@ -78,7 +78,7 @@ class KeptGroups:
             yield
 
     def _make_keeping_class(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has its own self)
-        """A class that replaces ProcessGroupGloo and makes each object once."""
+        """A class that replaces ProcessGroupGloo, and makes the object of each group once."""
 
         class Kept(gloo):
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -123,18 +123,16 @@ class CpuAffinity:
 
 
 _FOREVER_S = 86400.0
-"""torch's own limit of a wait: the supervisor's comes first, and a rank that gave up by itself would hide the cause."""
+"""torch's own limit of a wait. The supervisor's comes first: a rank that gave up by itself would hide the cause."""
 _STORE_S = 60.0
 """How long the store may take to answer."""
 _ABANDONED = 0
-"""The exit status where the driver is gone in the middle of a run. Otherwise torch would print at length that the store
-is gone too.
-"""
+"""The exit status if the driver vanishes during a run. Otherwise torch would print at length that the store is gone."""
 
 
 def serve_orders(pipe: Connection, memory: int) -> None:
     """The life of a worker that is one rank, with this pipe and the file of its flight recorder."""
-    gc.enable()  # imports, which make no garbage, were done without
+    gc.enable()  # imports, which make no garbage, ran without collections
     warnings.filterwarnings("ignore", "Work::result API is being deprecated")  # raised by our own FollowedWork
     recorder = FlightRecorder(memory)
     with Interposer(log=recorder) as interposer:
@@ -165,7 +163,7 @@ class _Worker:
         imported, number = len(sys.modules), order.number
         try:
             program, args = unpack_value(order.program)
-        except Exception as problem:  # whatever importing a user's module raises
+        except Exception as problem:  # importing a user's module may raise anything
             self._report(WorkerReport(number=number, refused=error_text(problem)))
             return
         if len(sys.modules) != imported:
@@ -175,7 +173,7 @@ class _Worker:
             with self._world(order):
                 seed_streams(order.seed)
                 result = result_of(program, args, order.rank)
-                torch.set_default_dtype(torch.float32)  # the switches of torch that a program may have left changed
+                torch.set_default_dtype(torch.float32)  # switches of torch that a program may have changed
                 torch.set_grad_enabled(True)
                 not_deterministic()
                 reported = True
@@ -196,7 +194,7 @@ class _Worker:
 
     @contextmanager
     def _world(self, order: RunOrder) -> Iterator[None]:
-        """This rank's world; its groups are those kept from earlier runs, where they are the same."""
+        """This rank's world, with groups kept from earlier runs if they are the same."""
         if order.store != self._store_at:
             host, port = order.store
             self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
@@ -209,7 +207,7 @@ class _Worker:
             yield
 
     def _report(self, report: WorkerReport) -> None:
-        """Send how the run ended; end the process where the driver is gone."""
+        """Send how the run ended. Ends the process if the driver is gone."""
         try:
             self._pipe.send_bytes(pack_report(report))
         except ConnectionError:

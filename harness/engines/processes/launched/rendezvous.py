@@ -26,12 +26,12 @@ from torch.distributed.rendezvous import rendezvous
 from shardproof.harness.errors import MachineError, RequestError, name_ranks
 
 TORCHRUN_LINE = 'torchrun --nnodes 1 --nproc-per-node 2 -m shardproof run "mode=tp tp=2" --engine torchrun'
-"""A command that makes the environment; torchrun on every node, with --nnodes N and --node-rank, for several."""
+"""A command that sets this environment; for several nodes, torchrun on each with --nnodes N and --node-rank."""
 
 _TORCHRUN = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
 _SLURM = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
 _FIRST_PORT, _PORTS = 15000, 15000
-"""Below the ports that Linux hands out by itself, so that a job's number rarely meets a taken one."""
+"""Below the ports that Linux assigns by itself, so that a job's number rarely gives a taken one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Launched:
 
 
 def launched_world(environ: Mapping[str, str]) -> Launched:
-    """The world as this environment describes it. Raises RequestError when there was no launcher, or for a wrong value.
+    """The world that this environment describes. Raises RequestError without a launcher, or for a wrong value.
 
     In an environment of both (torchrun started by SLURM) torchrun's variables hold.
     """
@@ -140,7 +140,7 @@ def gather_connections(place: Launched, store: Store, timeout_s: float) -> dict[
                 raise _lost_ranks_error(absent, f"did not join within {timeout_s:g} s") from None
             connection = on_error.enter_context(_as_connection(accepted))
             rank = _read_introduction(connection, token)
-            if 0 < rank < place.world_size:  # any other is a stranger, and closed at the end
+            if 0 < rank < place.world_size:  # all others are strangers, and closed at the end
                 connections[rank] = connection
         on_error.pop_all()
     return connections
@@ -164,7 +164,7 @@ def _lost_ranks_error(ranks: list[int], text: str) -> MachineError:
 
 
 def _own_address(place: Launched) -> tuple[socket.AddressFamily, str]:
-    """This machine's address on the way to where all processes meet: the others reach it by the same network."""
+    """The address of this machine in the network by which all processes meet, where the others reach it."""
     known = socket.getaddrinfo(place.master_addr, place.master_port, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = known[0]
     with socket.socket(family, kind, protocol) as probe:

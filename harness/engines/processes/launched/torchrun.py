@@ -56,8 +56,9 @@ from shardproof.harness.errors import MachineError, RequestError
 from shardproof.harness.ledger import Observer
 
 START, RUN, CALLS, WHERE, LEAVE, KILL, END = "start", "run", "calls", "where", "leave", "kill", "end"
-"""START, CALLS and WHERE are answered at once; START makes a worker where there is none. A rank that has ended keeps
-its groups until LEAVE, for others may still be reading what it sent."""
+"""START, CALLS and WHERE are answered at once; START makes a worker if there is none. A rank that has ended keeps its
+groups until LEAVE, since others may still read what it sent.
+"""
 _STACK_S = 0.5
 """How long a worker may take to print where it stands."""
 
@@ -113,7 +114,7 @@ class _Agent:
         self.worker: Worker | None = None
 
     def carry_out(self, word: str, content: Any) -> None:
-        """Carry out an order of rank 0's engine; where there is no worker, only START."""
+        """Carry out an order of rank 0's engine; without a worker, only START."""
         if word == START:
             self._number = content
             try:
@@ -191,7 +192,7 @@ def serve_driver() -> int:
 
 
 def dismiss_world() -> None:
-    """Rank 0, when it has no use for the world it was launched with: let every other process end."""
+    """Rank 0 does not use the world with which it was launched: let every other process end."""
     TorchrunEngine().close()
 
 
@@ -252,7 +253,7 @@ class TorchrunEngine(Engine):
     def _release(self) -> None:
         """Let every process end."""
         for link in self._links.values():
-            with suppress(OSError):  # that one is gone already
+            with suppress(OSError):  # its process is gone already
                 link.send((END, 0))
         self._own.join(_CLOSE_S)
         links: list[Any] = list(self._links.values())
@@ -326,7 +327,7 @@ class LaunchedWorkers(Workers):
             self._send(rank, KILL if failed else LEAVE, self._order.number)
 
     def _ask(self, word: str, limit_s: float) -> None:
-        """Send the word to every pending rank, and listen until it has answered."""
+        """Send the word to every pending rank, and listen until all have answered."""
         self._answered.clear()
         for rank in self.pending_ranks():
             self._send(rank, word, self._order.number)

@@ -120,7 +120,7 @@ def truth(case: Case, device: torch.device) -> Mapping[str, Tensor]:
 
 
 def control(case: Case, device: torch.device, *, parts: int = 0) -> Mapping[str, Tensor]:
-    """The truth: the cases here are of float64."""
+    """The truth. It needs no wider dtype, since the cases here are in float64."""
     return truth(case, device)
 
 
