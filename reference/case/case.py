@@ -180,7 +180,7 @@ class Case(_Words):
                 legal = f"{' '.join(near)} and the others of `shardproof help case`"
                 raise CaseError(key, value or entry, "is not a word of the case language", legal)
             if not equals:
-                raise CaseError(key, "", "has no value", f"{key}={write(WORDS[key].default)}")
+                raise CaseError(key, "", "has no value", f"{key}={write(getattr(cls.of(), key))}")
             words[key] = read(key, value, type(WORDS[key].default))
         return words
 
