@@ -114,7 +114,7 @@ def resolve_words(words: Mapping[str, Any]) -> dict[str, Any]:
 
 Word = int | float | bool | str
 if TYPE_CHECKING:
-    _Words = Core  # words of features are found by name: for the type checker they are `Core.__getattr__`
+    _Words = Core  # words of features are found by name: to the type checker they are `Core.__getattr__`
 else:
     _Words = dataclasses.make_dataclass(
         "Words",
@@ -141,7 +141,7 @@ class Case(_Words):
             """The case with these words."""
 
     def __hash__(self) -> int:
-        """By few words alone: cases are keys in many look-ups of ranks, and have over a hundred words."""
+        """Of a few words alone: cases are keys wherever a rank looks something up, and have over a hundred words."""
         return hash((self.mode, self.tp, self.dp, self.pp, self.cp, self.steps, self.micro, self.dtype, self.seed))
 
     def __post_init__(self) -> None:
@@ -169,8 +169,8 @@ class Case(_Words):
 
     @classmethod
     def read_words(cls, text: str) -> dict[str, Word]:
-        """The words of a text by key, whether or not they make a legal case. Raises CaseError for an unknown key, and
-        for a value that is no number if the key takes one.
+        """The words of a text by key, whatever case they make together. Raises CaseError for an unknown key, and for a
+        value that is no number where the key takes one.
         """
         words: dict[str, Word] = {}
         for entry in text.split():
@@ -179,23 +179,22 @@ class Case(_Words):
                 near = get_close_matches(key, WORDS, cutoff=0.7) or [*WORDS][:8]
                 legal = f"{' '.join(near)} and the others of `shardproof help case`"
                 raise CaseError(key, value or entry, "is not a word of the case language", legal)
-            plain: Any = WORDS[key].default
             if not equals:
-                raise CaseError(key, "", "has no value", f"{key}={write(plain)}")
-            words[key] = read(key, value, type(plain))
+                raise CaseError(key, "", "has no value", f"{key}={write(getattr(cls.of(), key))}")
+            words[key] = read(key, value, type(WORDS[key].default))
         return words
 
     @classmethod
     def check_words(cls, text: str) -> None:
-        """Raise CaseError as `read_words` does, and for a word that is not legal for its key."""
+        """Raise CaseError for each that `read_words` raises it for, and for a word that is none of those of its key."""
         for key, value in cls.read_words(text).items():
             known = legal_values(WORDS[key])
             if known and value not in known:
                 raise CaseError(key, value, "is not a known word", "|".join(known))
 
     def but(self, **words: Word) -> "Case":
-        """This case with some words changed; words that follow others (wp, ffn) follow again. A feature whose axis has
-        one rank after that gets its defaults again.
+        """This case with some words changed; what follows others (wp, ffn) follows again. A feature whose axis has one
+        rank by these words has its defaults again.
         """
         alone = {
             name

@@ -290,7 +290,7 @@ def test_every_rule_is_broken_by_one_of_these_texts() -> None:
     ("text", "message"),
     [
         ("colour=red", "colour=red: is not a word of the case language; legal: preset mode tp dp"),
-        ("haeds=4", "haeds=4: is not a word of the case language; legal: heads"),
+        ("layer=4", "layer=4: is not a word of the case language; legal: layers"),
         ("=3", "=3: is not a word of the case language"),
         ("tp", "tp=: has no value; legal: tp=2"),
         ("tp=two", "tp=two: must be a whole number; legal: tp=1"),
