@@ -13,7 +13,8 @@ entered only where calls are expected to be hidden. A product of code that torch
 Saved activations are the storages that forward passes hand to autograd, each counted once while it is held, parameters
 left out. The peak is what one rank must have room for beside its parameters. The hooks change no value: pack and unpack
 return the tensor. Hooks that a program enters itself hide those around them: what they keep as a tensor is counted in
-them. Transforms of torch.func (grad, vjp) refuse all hooks, so nothing is counted inside of them. Unit: bytes. Source of the idea: torch.autograd.graph.saved_tensors_hooks.
+them. Transforms of torch.func (grad, vjp) refuse all hooks, so nothing is counted inside of them. Unit: bytes. Source
+of the idea: torch.autograd.graph.saved_tensors_hooks.
 """
 
 import threading

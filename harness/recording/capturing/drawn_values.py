@@ -7,10 +7,10 @@ makes otherwise, of `torch.rand` or inside a fused kernel of attention, are not 
 A parameter is a leaf that takes a gradient. Code makes, casts and sets it, and from the first backward on only the
 optimizer writes to it. So training begins with the value that an operator reads while autograd records, the last one
 before that backward: a model may be called once before its weights are loaded. Where nothing reads it before, it is the
-first value that is read, or that stands beside a gradient. A dispatch mode sees that. A program may make new leaves in every step, as
-`w = (w - lr * gradient).detach().requires_grad_()` does: a leaf that is computed from earlier ones is a later value. Of
-functional programs, whose parameters are no leaves, nothing is seen; then the ranks' first values stand for those of
-the truth.
+first value that is read, or that stands beside a gradient. A dispatch mode sees that. A program may make new leaves in
+every step, as `w = (w - lr * gradient).detach().requires_grad_()` does: a leaf that is computed from earlier ones is a
+later value. Of functional programs, whose parameters are no leaves, nothing is seen; then the ranks' first values stand
+for those of the truth.
 """
 
 from collections.abc import Callable, Mapping, Sequence
