@@ -11,7 +11,6 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
     real widths              a proof at hidden 2048 over its ranks alone, in CPU time; not with --quick
     recorded program         a step of BERT-small under `shardproof record` over one without, and its interval; not with
                              --quick
-    witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
                              example
 """
@@ -34,7 +33,6 @@ from rich.table import Table
 
 from bench.peers import PEERS, Peer
 from bench.proof_costs import further_case, one_case, real_widths, recorded_step
-from bench.witnesses import measure_costs
 from bench.workload import (
     Sizes,
     data,
@@ -60,8 +58,7 @@ ALLOWED_ERROR = 1e-12
 class Row(NamedTuple):
     """A row of `bench.csv`: a value, and its ratio to what it is held against.
 
-    `value` and `ratio` are nan where the workload is refused, and `versus` says why. `us_per_event`: what watching adds
-    to every event, None where nothing is watched.
+    `value` and `ratio` are nan where the workload is refused, and `versus` says why.
     """
 
     metric: str
@@ -69,7 +66,6 @@ class Row(NamedTuple):
     unit: str
     versus: str
     ratio: float
-    us_per_event: float | None = None
 
 
 def run_in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -98,7 +94,6 @@ def measure(*, rounds: int, spawns: int, quick: bool = False) -> list[Row]:
             rows.append(_recorder_row(engine, rounds))
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)
-        rows += _witness_rows(max(rounds // 4, 1))
         rows.append(_refused_row(max(rounds // 4, 1)))
         rows += _proof_rows(max(rounds // 8, 1), quick=quick)
         if not quick:
@@ -178,18 +173,6 @@ def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: in
     ]
 
 
-def _witness_rows(rounds: int) -> list[Row]:
-    """Cost of each witness in a step at two ranks on gloo: by the clock, and by CPU time beside it."""
-    costs, missing = measure_costs(rounds)
-    if missing:
-        Console(stderr=True).print(f"no row for nsys: {missing}")
-    return [
-        Row(f"{cost.witness}, 2 gloo ranks{clock}", cost.seconds * 1e3, "ms", "unwatched step", ratio, each)
-        for cost in costs
-        for clock, ratio, each in (("", cost.by_clock, cost.clock_us), (", CPU time", cost.by_cpu, cost.cpu_us))
-    ]
-
-
 def _refused_row(rounds: int) -> Row:
     """The wall time of a command that is refused for a wrong word, over that of a bare interpreter."""
     commands = {"pass": ("-c", "pass"), "refused": ("-m", "shardproof", "run", "mode=unknown")}
@@ -238,11 +221,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "bench.csv").open("w", newline="") as file:
         csv.writer(file).writerows([Row._fields, *rows])
-    titles = ("metric", "value", "unit", "versus", "ratio", "us an event")
-    table = Table(*titles, title="Measured here, side by side in one run")
+    table = Table(*Row._fields, title="Measured here, side by side in one run")
     for row in rows:
-        each = "" if row.us_per_event is None else f"{row.us_per_event:.0f}"
         value, ratio = ("-" if math.isnan(number) else f"{number:.2f}" for number in (row.value, row.ratio))
-        table.add_row(row.metric, value, row.unit, row.versus, ratio, each)
+        table.add_row(row.metric, value, row.unit, row.versus, ratio)
     Console().print(table)
     return 0

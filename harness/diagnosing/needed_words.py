@@ -126,17 +126,20 @@ class _Search:
     def decide(self) -> None:
         """Find the words that are needed: those that are not plain one by one, then all others many at once.
 
-        A mode that is plain comes last: each of the others is tried.
+        A mode that is plain comes after these. One right value of a word shows that it is needed, so further values
+        come last of all: what time ends is then a list of values, and no word is missing.
         """
         words = [word for word in self._domains if self._others(word)]
         plain = [word for word in words if getattr(self.case, word) == self._domains[word][0]]
         for word in words:
             if word not in plain:
-                self._decide_one(word)
+                self._decide_one(word, one_is_enough=True)
         self._decide_many([(word, self._others(word)[0]) for word in plain if word != "mode"])
         if "mode" in plain:
-            self._decide_one("mode")
+            self._decide_one("mode", one_is_enough=True)
         right = [word for word in words if self._right(word)]
+        for word in right:
+            self._decide_one(word)
         self._combine(right, lambda case: self._case_fails(case, self._failed.world_size))
 
     def _decide_many(self, changes: Sequence[Change]) -> None:
@@ -157,14 +160,17 @@ class _Search:
             for word, _ in left:
                 self._decide_one(word)
 
-    def _decide_one(self, word: str) -> None:
+    def _decide_one(self, word: str, *, one_is_enough: bool = False) -> None:
         """Try every other value of a word, and where one is right those words alone that had to change with it."""
-        for value in dict.fromkeys((*self._others(word), self._own(word))):
+        for value in dict.fromkeys((self._own(word), *self._others(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
                 found = self._case_fails(other, self._failed.world_size if value == self._own(word) else 0)
-                for control in self._controls(word, other) if found is False else ():
-                    self._case_fails(control)
+                controls = (
+                    [self._case_fails(control) for control in self._controls(word, other)] if found is False else []
+                )
+                if one_is_enough and found is False and all(controls):
+                    break
         for value in () if self._runs(word, False) else self._less_plain(word):
             with suppress(ValueError, TypeError):  # no legal case
                 self._case_fails(self._with(self.case, word, value))

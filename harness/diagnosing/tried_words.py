@@ -1,6 +1,7 @@
-"""The line `when:` is tried before it is printed: each of its statements is read as it will be printed, and run again.
+"""The line `when:` is tried before it is printed: each of its statements is read as it will be printed, and run.
 
-A value that does not fail, or is not right, as it is stated, is left out, and so is one that is refused then.
+A statement that is a case which the search has run is not run twice. A value that does not fail, or is not right, as it
+is stated, is left out, and so is one that is refused then.
 """
 
 import itertools

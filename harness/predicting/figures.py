@@ -10,7 +10,7 @@ two moments are float32. Where parameters have 16 bits a float32 master copy sta
 
 Over d data ranks, a distributed optimizer splits master and moments: 6 + 12/d for 16 bits, 8 + 8/d for float32.
 Source: Megatron-LM, docs/source/api-guide/dist_optimizer.md, "theoretical memory"; the row of float64, which Megatron
-has not, is the same rule at 8 bytes. Units: bytes, FLOPs; bytes of calls are payloads of one rank in a step.
+has not, is the same rule at 8 bytes. Units: bytes; bytes of calls are payloads of one rank in a step.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardproof.harness.differences import find_differences
-from shardproof.harness.ledger import Event, wire_bytes
+from shardproof.harness.ledger import wire_bytes
 from shardproof.harness.predicting.dry_run import DryRank
 from shardproof.harness.protocols import ActionLike, CaseLike, Subject
 from shardproof.harness.subject import named_axes, state_terms
@@ -103,7 +103,6 @@ class StageForecast:
     layers: int
     live: int
     memory: Memory
-    flops: float
     traffic: Traffic | None
     ledger: str
     run: int
@@ -114,19 +113,16 @@ class Forecast:
     """A case of any size. `tokens` are those of all ranks in a step; 0: the case has none.
 
     `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
-    `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the ranks run. Of
-    a pipeline, `stages` are its stages, `memory` and `traffic` are of the stage with the largest peak. `flops` are of
-    the stage that computes most.
+    `depths` are the layers that were run, () when it was the model itself. Of a pipeline, `stages` are its stages,
+    `memory` and `traffic` are of the stage with the largest peak.
     """
 
     case: CaseLike
     memory: Memory
-    flops: float
     tokens: int
     ledger: str
     traffic: Traffic | None
     depths: tuple[int, ...] = ()
-    events: tuple[Event, ...] = ()
     stages: tuple[StageForecast, ...] = ()
 
 

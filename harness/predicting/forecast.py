@@ -21,13 +21,12 @@ first micro-batch on then. Units: bytes, FLOPs; bytes of calls are payloads of o
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NotComputed, RequestError
-from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import PIPELINE, first_pipeline, stage_count
 from shardproof.harness.predicting.dry_run import START, TO_BACKWARD, TO_FORWARD, DryRank, dry_run
 from shardproof.harness.predicting.figures import (
@@ -120,7 +119,6 @@ class MeasuredStage:
     memory: Memory
     live: int
     ledger: str
-    events: tuple[Event, ...] = field(repr=False)
 
     def middle(self, kind: str, chunk: int) -> Segment:
         """A computation between the first and the last; a forward is the last one, for which nothing is done once."""
@@ -176,11 +174,7 @@ def measure_stage(
         _turning_points(rank, len(actions)) if isinstance(pipeline, OneStage) else _ends_of_computations(rank, program)
     )
     made_stage = partial(
-        MeasuredStage,
-        rank=at,
-        memory=Memory.of(rank, 0),
-        ledger=compare_with_closed_form(case, subject, rank),
-        events=rank.events,
+        MeasuredStage, rank=at, memory=Memory.of(rank, 0), ledger=compare_with_closed_form(case, subject, rank)
     )
     if not ends:
         share, rest = _share_segments(case, rank)
@@ -260,13 +254,7 @@ def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
         )
         for place, own in first.segments.items()
     }
-    return replace(
-        first,
-        **numbers,
-        segments=segments,
-        ledger=first_difference(one.ledger for _, one in drawn),
-        events=tuple(event for _, one in drawn for event in one.events),
-    )
+    return replace(first, **numbers, segments=segments, ledger=first_difference(one.ledger for _, one in drawn))
 
 
 def _turning_points(rank: DryRank, computations: int) -> list[int]:
@@ -323,9 +311,9 @@ def forecast_case(
 ) -> Forecast:
     """Memory and bytes of the case; `states` None: gradients and optimizer are the program's own.
 
-    `whole`: a model of one stage is run itself too, for one micro-batch, and gives the ledger. Raises what the engine
-    raises, and NotComputed for a rank that cannot be taken apart by its program. RequestError for several pipeline
-    stages of a subject that has no `pipeline` (harness.protocols).
+    `whole`: a model of one stage is run itself too, for one micro-batch, and its ledger is compared. Raises what the
+    engine raises, and NotComputed for a rank that cannot be taken apart by its program. RequestError for several
+    pipeline stages of a subject that has no `pipeline` (harness.protocols).
     """
     pipeline, (low, high) = _pipeline_of_case(case, subject, states), two_depths(case)
     depth_of = {kind: pipeline.layers[kind] / pipeline.chunks for kind in sorted(set(pipeline.alike))}
@@ -351,16 +339,12 @@ def forecast_case(
     if not isinstance(pipeline, OneStage):
         return made
     deep = max(depth_of.values()) > high
-    made = replace(made, stages=(), depths=(low, high) if deep else (), events=() if deep else made.events)
+    made = replace(made, stages=(), depths=(low, high) if deep else ())
     if not deep or not whole:
         return made
     short = case.but(steps=1, micro=1)
     (itself,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s)
-    return replace(
-        made,
-        events=itself.events,
-        ledger=first_difference((compare_with_closed_form(short, subject, itself), made.ledger)),
-    )
+    return replace(made, ledger=first_difference((compare_with_closed_form(short, subject, itself), made.ledger)))
 
 
 def _compose_forecast(
@@ -376,11 +360,9 @@ def _compose_forecast(
     return Forecast(
         case=case,
         memory=largest.memory,
-        flops=max(stage.flops for stage in stages),
         tokens=int(getattr(case, "tokens", 0)) * case.micro * data_ranks(case),
         ledger=first_difference(stage.ledger for stage in stages),
         traffic=largest.traffic,
-        events=tuple(event for one in run.values() for event in one.events),
         stages=stages,
     )
 
@@ -405,7 +387,6 @@ def _stage_forecast(
         layers=pipeline.layers[index],
         live=count_live(program),
         memory=_memory_of_stage(stage, program, states),
-        flops=stage.rest.flops + sum(segment.flops for segment in stage.of_step(program)),
         traffic=sent,
         ledger=stage.ledger,
         run=stage.rank,

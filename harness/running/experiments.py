@@ -13,8 +13,8 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, Check, records_of, select_checks_by_need
-from shardproof.harness.checking.records import RecordedRun, Repeats, Truth
+from shardproof.harness.checking.checks import CHECKS, LAWS, select_checks_by_need
+from shardproof.harness.checking.records import Repeats
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.needed_words import needed_words
 from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirm_words
@@ -32,16 +32,16 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 
 _IN_ALL = 3
 """How many failures may take their whole time."""
-_SEARCH = 0.7
-"""Share of the time of a failure for the search; the rest is for trying what it found."""
+_SEARCH = 0.9
+"""Share of the time of a failure for the search; the rest is for statements that are cases of their own."""
 _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
-_OF_CALLS = frozenset(CHECKS.keys() - select_checks_by_need(CHECKS, RecordedRun, Truth))
-"""Checks that look at no number."""
+_OF_ONE_RUN = CHECKS.keys() - select_checks_by_need(CHECKS, Repeats) | {"run"}
+"""Checks that one run of a case decides."""
 Proves = Callable[..., CaseResult]
-"""Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
+"""Proves a case within `timeout_s`, once or with `repeat`, without explaining what fails."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]
 
 
@@ -197,65 +197,65 @@ def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
     """The words that the failure of this case needs, looked for until `end_s` on the monotonic clock.
 
-    Each statement is tried again by all checks, as a reader would run it.
+    Each statement is read as it is printed; where it is a case that the search has not run, that case is run too.
     """
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         saved = {"save": f"{folder}/save"} if getattr(failed.case, "save", "") else {}
         fails = _Fails(failed, prove, start_s + _SEARCH * (end_s - start_s), saved)
-        found = needed_words(failed.case, domains_of(failed.case, subject), fails)
-        again = _Fails(failed, prove, end_s, saved)
-        return confirm_words(found, failed.case, lambda text: case_of(text, subject), again.by_all_checks)
+        found = needed_words(failed.case, domains_of(failed.case, subject), lambda case: fails(case)[0])
+        fails.end_s = end_s
+        return confirm_words(found, failed.case, lambda text: case_of(text, subject), fails)
 
 
 class _Fails:
-    """Whether a case fails as another one did, until `end_s`; None where that cannot be said.
+    """Whether a case fails as another one did, by every check, and the checks that fail. Each case is run once.
 
-    A case whose first failure is of another kind fails for another reason, and shows nothing.
+    Raises OutOfTime from `end_s` on. A case whose first failure is of another kind fails for another reason, and shows
+    nothing. Runs are compared with each other only where nothing else has failed.
     """
 
     def __init__(self, failed: Failed, prove: Proves, end_s: float, words: Mapping[str, Any]) -> None:
-        self._checks = _checks_to_repeat([verdict.check for verdict in failed.fault])
+        mine = {verdict.check for verdict in failed.fault}
+        self._repeat = not mine & _OF_ONE_RUN
         self._reasons = {_reason_of_verdict(verdict) for verdict in failed.fault}
         others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
         self._others = {_reason_of_verdict(verdict) for verdict in others}
-        self._laws = frozenset() if {verdict.check for verdict in failed.fault} <= {*LAWS} else frozenset(LAWS)
+        self._laws = frozenset() if mine <= {*LAWS} else frozenset(LAWS)
         """Checks that run other cases too, whose failure says nothing of this one alone."""
-        self._prove, self._end_s, self._words = prove, end_s, words
+        self._prove, self.end_s, self._words = prove, end_s, words
+        self._known: dict[str, Proved] = {}
 
-    def __call__(self, case: CaseLike) -> bool | None:
-        result = self._prove_case(case, self._checks)
-        if not result:
-            return None
-        failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
-        if any(_reason_of_verdict(verdict) not in self._others for verdict in failures):
-            first = Failed(case=case, verdicts=result.verdicts).first
-            return True if _reason_of_verdict(first) in self._reasons else None
-        return False if failures or result.verdict == PASS else None  # another fault of the case is left
+    def __call__(self, case: CaseLike) -> Proved:
+        text = case_text(case)
+        if text not in self._known:
+            self._known[text] = self._judge_case(case)
+        return self._known[text]
 
-    def by_all_checks(self, case: CaseLike) -> Proved:
-        """Whether it fails so by any check, and all checks that fail."""
-        result = self._prove_case(case, CHECKS)
+    def _judge_case(self, case: CaseLike) -> Proved:
+        result = self._prove_case(case)
         if not result:
             return None, ()
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
         checks = tuple(sorted({verdict.check for verdict in failures}))
-        mine = {_reason_of_verdict(verdict) for verdict in failures if verdict.check not in self._laws} - self._others
+        mine = [verdict for verdict in failures if verdict.check not in self._laws]
+        mine = [verdict for verdict in mine if _reason_of_verdict(verdict) not in self._others]
         if mine:
-            return (True if mine & self._reasons else None), checks
-        return (False if failures or result.verdict == PASS else None), checks
+            first = Failed(case=case, verdicts=tuple(mine)).first
+            return (True if _reason_of_verdict(first) in self._reasons else None), checks
+        return (False if failures or result.verdict == PASS else None), checks  # another fault of the case is left
 
-    def _prove_case(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
+    def _prove_case(self, case: CaseLike) -> CaseResult | None:
         """The result of a case, None where it is refused; one that time itself ended is none."""
-        left_s = self._end_s - time.monotonic()
+        left_s = self.end_s - time.monotonic()
         if left_s <= 0:
             raise OutOfTime
         try:
             kept = {word: value for word, value in self._words.items() if getattr(case, word)}
-            result = self._prove(case.but(**kept) if kept else case, checks=checks, timeout_s=left_s)
+            result = self._prove(case.but(**kept) if kept else case, repeat=self._repeat, timeout_s=left_s)
         except (ShardproofError, ValueError):
             return None
-        if time.monotonic() >= self._end_s and result.verdict != PASS:
+        if time.monotonic() >= self.end_s and result.verdict != PASS:
             raise OutOfTime
         return result
 
@@ -263,12 +263,3 @@ class _Fails:
 def _reason_of_verdict(verdict: Verdict) -> tuple[str, str]:
     """The check that failed, and how calls differ, or what was raised."""
     return verdict.check, verdict.kind
-
-
-def _checks_to_repeat(failed: Sequence[str]) -> Mapping[str, Check]:
-    """The checks that one run decides; those of calls where they alone failed; all where no such one did."""
-    every = {**CHECKS, **LAWS}
-    if failed and {*failed} <= _OF_CALLS:
-        return {name: check for name, check in CHECKS.items() if name in _OF_CALLS}
-    once = {name: check for name, check in CHECKS.items() if Repeats not in records_of(check)}
-    return once if {*failed} & {*once, "run"} else every

@@ -100,8 +100,8 @@ _LEGAL = "the run folder of `shardproof record`, or the files that torch's Fligh
 def read_standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     """Where every rank stands, by rank. A folder stands for the dumps in it. Raises RequestError for what is none."""
     by_rank: dict[int, RankStanding] = {}
-    for name in paths:
-        path = Path(name)
+    given = [Path(name) for name in paths]
+    for path in given:
         for dump in _find_dumps(path):
             with refuse_torn("dump", dump, _LEGAL):
                 one = _of_part(dump) if dump.is_dir() else _of_file(dump)
@@ -111,7 +111,7 @@ def read_standings(paths: Iterable[str | Path]) -> list[RankStanding]:
                 raise RequestError(f"dump {one.source}: rank {one.rank} is in {other} too; legal: {_LEGAL}")
             by_rank[one.rank] = one
     if not by_rank:
-        raise RequestError(f"dumps: hold no rank; legal: {_LEGAL}")
+        raise RequestError(f"dump {', '.join(map(str, given))}: holds the calls of no rank; legal: {_LEGAL}")
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

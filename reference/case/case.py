@@ -17,6 +17,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardproof.reference.case.variants import VARIANTS, lack
@@ -174,9 +175,14 @@ class Case(_Words):
         words: dict[str, Word] = {}
         for entry in text.split():
             key, equals, value = entry.partition("=")
-            if not equals or key not in WORDS:
-                raise CaseError(key, value or entry, "is not a word of the case language", "one of " + " ".join(WORDS))
-            words[key] = read(key, value, type(WORDS[key].default))
+            if key not in WORDS:
+                near = get_close_matches(key, WORDS, cutoff=0.7) or [*WORDS][:8]
+                legal = f"{' '.join(near)} and the others of `shardproof help case`"
+                raise CaseError(key, value or entry, "is not a word of the case language", legal)
+            plain: Any = WORDS[key].default
+            if not equals:
+                raise CaseError(key, "", "has no value", f"{key}={write(plain)}")
+            words[key] = read(key, value, type(plain))
         return words
 
     @classmethod

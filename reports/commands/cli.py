@@ -175,12 +175,17 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (cpu)")
     run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
     run.add_argument("--variant", metavar="NAME", help="a known deviation of real systems, in every case: it must fail")
-    run.add_argument("--profile", metavar="torch,nsys", help="witnesses: run each case under these tools too")
+    run.add_argument(
+        "--profile",
+        metavar="torch,nsys",
+        help="run each case under these profilers too, and hold their events against the recorder's",
+    )
     run.add_argument("--profile-steps", metavar="FIRST:END", help="steps they watch; END is not included (all)")
-    run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
     run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")
     run.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
-    run.add_argument("--when", default="10", metavar="SECONDS", help="longest search for a failure's `when:`; 0: none")
+    run.add_argument(
+        "--when", default="20", metavar="SECONDS", help="longest search for a failure's line `when:` (20); 0: none"
+    )
     run.add_argument("--fail-fast", action="store_true", help="stop after the first case that does not pass")
     run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     run.add_argument(

@@ -1,28 +1,20 @@
-"""`shardproof predict`: memory, calls and bytes of cases of any size, and whether they fit; where modes break even.
+"""`shardproof predict`: memory, calls and bytes of cases of any size, and whether they fit.
 
 The numbers are the harness's (harness.predicting.forecast); here they are laid out and printed, with what they assume.
 """
 
 import argparse
-import datetime
-import html
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
 
 from shardproof.harness.engines.threads.dry import DryEngine
-from shardproof.harness.errors import guard_file
-from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.predicting.figures import DEPTHS
 from shardproof.harness.subject import resolve_subject
-from shardproof.reports.pages import plots
 from shardproof.reports.predicting.loads import PARTS, load_tables
 from shardproof.reports.predicting.prediction import Prediction, join_predictions, predict_text, step_words
-from shardproof.reports.printing.run_tables import break_even_table
-from shardproof.reports.printing.text import plain, show_message, show_progress, show_table, show_words
+from shardproof.reports.printing.text import show_progress, show_table, show_words
 from shardproof.reports.printing.text_tables import Table, count, gibibytes, mark, records, table
 
 ASSUMPTIONS = (
@@ -43,14 +35,9 @@ ASSUMPTIONS = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
-    subject, memory_gib, world = resolve_subject(arguments.subject).call, float(arguments.memory), arguments.world
+    subject, memory_gib = resolve_subject(arguments.subject).call, float(arguments.memory)
     with show_progress(sys.stderr) as tick, DryEngine() as engine:
-        predictions = [
-            predict_text(text, subject, memory_gib, engine, world=world, tick=tick) for text in arguments.cases
-        ]
-    if arguments.out:
-        folder = _write_predictions(Path(arguments.out), predictions)
-        show_message(str(folder), sys.stderr)
+        predictions = [predict_text(text, subject, memory_gib, engine, tick=tick) for text in arguments.cases]
     if arguments.json:
         print(json.dumps([_as_json(one) for one in predictions], indent=2, allow_nan=False))
     else:
@@ -66,17 +53,16 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _tables_of_answer(prediction: Prediction) -> list[Table]:
-    """The answer's table first, then where memory goes; the break-even of modes where there are several."""
+    """The answer's table first, then where memory goes."""
     ledger_or_reason = prediction.rows["ledger"].where(prediction.rows["ledger"] != "", prediction.rows["reason"])
     rows = prediction.rows.assign(ledger_or_reason=ledger_or_reason)
     return [_answer_table(prediction, rows), *_tables_of_one(prediction), _memory_table(rows[rows["legal"] == "yes"])]
 
 
 def _tables_of_one(prediction: Prediction) -> list[Table]:
-    """Tables of one text alone: its stages, the break-even of its modes, what is beside."""
+    """Tables of one text alone: its stages, its loads of experts, what is beside."""
     tables = [_stages_table(prediction)] if len(prediction.stages) else []
     tables += load_tables(prediction.loads, prediction.calls)
-    tables += [break_even_table(prediction.crossings)] if len(prediction.crossings) else []
     beside = table("Beside", prediction.beside, (str, "what | how much"), note=_BESIDE)
     return [*tables, beside] if len(prediction.beside) else tables
 
@@ -130,7 +116,7 @@ def _memory_table(legal: pd.DataFrame) -> Table:
 
 
 def _as_json(prediction: Prediction) -> dict[str, object]:
-    frames = {"candidates": prediction.rows, "break_even": prediction.crossings}
+    frames = {"candidates": prediction.rows}
     frames |= {name: getattr(prediction, name) for name in ("beside", "stages", "loads", "calls")}
     return {
         "case": prediction.text,
@@ -139,32 +125,3 @@ def _as_json(prediction: Prediction) -> dict[str, object]:
         **{name: records(frame) for name, frame in frames.items()},
         "assumptions": ASSUMPTIONS,
     }
-
-
-def _write_predictions(out: Path, predictions: Sequence[Prediction]) -> Path:
-    """A folder with predict.json, predict.csv, predict.html (tables and plots), ledger.csv of the forecasts that keep
-    events.
-    """
-    folder = out / f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')}-predict"
-    with guard_file(f"out={out}", "a folder with write permission"):
-        folder.mkdir(parents=True)
-        (folder / "predict.json").write_text(
-            json.dumps([_as_json(one) for one in predictions], indent=2) + "\n", "utf-8"
-        )
-        pd.concat([one.rows for one in predictions]).to_csv(folder / "predict.csv", index=False, lineterminator="\n")
-        (folder / "predict.html").write_text(_render_page(predictions), "utf-8")
-        events = [event for one in predictions for forecast in one.forecasts for event in forecast.events]
-        ledger = pd.DataFrame([[getattr(event, name) for name in COLUMNS] for event in events], columns=list(COLUMNS))
-        ledger.to_csv(folder / "ledger.csv", index=False, lineterminator="\n")
-    return folder
-
-
-def _render_page(predictions: Sequence[Prediction]) -> str:
-    parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
-    for prediction in predictions:
-        parts += [f"<p><b>{html.escape(prediction.answer)}</b></p>"]
-        parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables_of_answer(prediction)]
-        for way, curve in prediction.curves.items():
-            crossings = prediction.crossings[prediction.crossings["counted"] == way]
-            parts.append(plots.break_even(curve, crossings, f"Break-even of {prediction.text}, counted: {way}"))
-    return "\n".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in ASSUMPTIONS)]) + "\n"

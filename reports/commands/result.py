@@ -1,12 +1,9 @@
-"""The result of `shardproof run`: its page, and what is printed at its end, from the run folder; with the table of a
-published run that was repeated (`--preset-experiment`).
-"""
+"""The result of `shardproof run`: its page, and what is printed at its end, from the run folder."""
 
 import inspect
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +16,6 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.verdicts.verdict import FAIL
-from shardproof.reports.options.request import EXPERIMENTS, real_size
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.printable import Failure, annotate_failures
@@ -32,50 +28,11 @@ from shardproof.reports.printing.text import (
     show_table,
     show_words,
 )
-from shardproof.reports.printing.text_tables import NOTHING, Table, byte_size, count
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, open_checks, simplest_first
 from shardproof.reports.stored.frames import Run, load
 from shardproof.reports.stored.unchecked import unchecked_notes
-
-MEGATRON = {
-    "embedding": "word_embeddings",
-    "attention.wqkv": "linear_qkv",
-    "attention.wo": "linear_proj",
-    "mlp.w1": "linear_fc1",
-    "mlp.w2": "linear_fc2",
-    "head": "output_layer",
-}
-"""Names of our modules in Megatron-Core."""
-
-
-def experiment_table(run: Run, name: str) -> Table:
-    """The calls of one micro-batch and of the step around it on rank 0, in order, same parts of layers together."""
-    ledger = run.ledger
-    last = ledger[(ledger["rank"] == 0) & (ledger["step"] == ledger["step"].max())]
-    inner = last[~last["phase"].isin(["grad_sync", "step", "metric"])]
-    outer = last[last["phase"].isin(["grad_sync", "step", "metric"])]
-    one = pd.concat([inner[inner["microbatch"] == inner["microbatch"].max()], outer]).sort_values("call_index")
-    parts = one["region"].astype(str).map(lambda region: re.sub(r"^layers\.\d+\.", "", region))
-    one = one.assign(part=parts, phase=one["phase"].astype(str), op=one["op"].astype(str))
-    rows = []
-    named = EXPERIMENTS[name].named
-    first_us = float(one["start_us"].min())
-    for (phase, part, op), calls in one.groupby(["phase", "part", "op"], sort=False):
-        at = ", ".join(f"{(float(start) - first_us) / 1e3:.1f}" for start in calls["start_us"].head(4))
-        more = " ..." if len(calls) > 4 else ""
-        stated = "yes" if (phase, part) in named else "no"
-        module = MEGATRON.get(str(part), NOTHING)
-        payload = byte_size(int(calls["payload_bytes"].sum()))
-        rows.append((str(phase), str(op), str(part) or NOTHING, module, count(len(calls)), payload, stated, at + more))
-    return Table(
-        title="One micro-batch and the end of its step, rank 0, in order",
-        headers=("phase", "op", "module", "in Megatron", "calls", "payload", "in the walk", "at, ms"),
-        rows=tuple(rows),
-        numbers=frozenset({4, 5}),
-        note="at: start of the first calls, from the first of these; in the walk: whether the published text names it",
-    )
 
 
 def load_with_page(folder: Path) -> tuple[Run, str]:
@@ -120,12 +77,6 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
     page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
     show_words(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
     show_tally(run, every, sys.stdout)
-
-
-def show_experiment(run: Run, name: str) -> None:
-    """Print the table of a published run that was repeated."""
-    show_table(experiment_table(run, name), sys.stdout)
-    show_message(real_size(name), sys.stdout)
 
 
 def _list_failures(run: Run) -> Iterator[Failure]:

@@ -70,8 +70,6 @@ def main(arguments: argparse.Namespace) -> int:
             result = with_script(result, request, arguments.emit_repro)
     interrupted = result.exit_status == INTERRUPTED
     _reports().show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
-    if arguments.preset_experiment and not arguments.json and not interrupted:
-        _reports().show_experiment(stored, arguments.preset_experiment)
     return result.exit_status
 
 

@@ -151,7 +151,7 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
     if there:
         return run_folder(path, matrix=False)
     known = sorted(found.parent.name for found in Path(folder).glob(f"*/{MARK}"))
-    legal = f"a run folder, as runs/latest, or a baseline of {folder}: {', '.join(known) or 'none is there yet'}"
+    legal = f"a run folder, such as runs/latest, or a baseline in {folder}/: {', '.join(known) or 'it holds none yet'}"
     raise RunFolderError(f"run {shorten_path(name)}: no such run folder and no baseline of this name; legal: {legal}")
 
 

@@ -30,7 +30,7 @@ LIKE: Mapping[str, str] = {
     "torchtitan-recipe": "a configuration of torchtitan and its Trainer",
 }
 """Subjects that can be written -> what each shows."""
-_NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 120 lines, most of them 60."
+_NEW_SUBJECT = "Write a subject that runs: a model, its truth and its words. No file is longer than 120 lines."
 SLICED = "shardproof.parallel.slicing.words:Sliced"
 """The words of a slice, found by name as a subject is."""
 
@@ -43,18 +43,11 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
     add_options(record)
     record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
+    _add_parity(add("parity", help="two launches of one program: does the second train what the first does"))
     _add_read(add("read", help="traces of a job as a run folder: torch profiler, Flight Recorder, nsys"))
     _add_hang(add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line"))
-    show = add("show", help="the tables of a run again")
-    _add_parity(add("parity", help="two launches of one program: does the second train what the first does"))
+    _add_shown(add)
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
-    page = add("page", help="one self-contained HTML file of a run")
-    trace = add("trace", help="a run as Chrome/Perfetto JSON, one process a rank")
-    for command in (show, page, trace):
-        command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
-    page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
-    page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
-    _add_trace(trace)
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"), truth, timeout)
     _add_predict(add("predict", help="memory, calls and bytes at any size, without running it; whether it fits"))
     _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
@@ -63,7 +56,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
     expect.epilog = "example: shardproof expect runs/latest --short"
     expect.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
-    expect.add_argument("case", nargs="*", metavar="CASE", help="the case, where the run has several")
+    expect.add_argument("case", nargs="*", default=[], metavar="CASE", help="the case, where the run has several")
     expect.add_argument("--short", action="store_true", help="one term for all calls of an op over an axis")
     names = add("names", help="the names, shapes and dtypes that a subject may return in a case")
     names.description = "Compute the truth of a case and print its names, by kind and in the order of computation."
@@ -77,16 +70,21 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     new.add_argument("file", metavar="FILE", help="the new file, such as my_model.py")
     new.add_argument("--like", choices=LIKE, default="mlp", help="what it is made of (mlp: by hand)")
     bench = add("bench", help="the performance table, measured here")
+    bench.description = "Measure the performance table on this machine."
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv (runs/bench)")
     bench.add_argument("--quick", action="store_true", help="without the proof at real widths and the recorded program")
-    add("doctor", help="what this machine offers, what would be skipped, and why")
-    about = add(
-        "help", help="`help case`: every word of a CASE; `help slice`; `help calls CASE`: its collectives and why"
-    )
+    doctor = add("doctor", help="what this machine offers, what would be skipped, and why")
+    doctor.description = "Print what this machine offers, what would be skipped, and why."
+    _add_help(add("help", help="`help case`: every word of a CASE; `help slice`; `help calls CASE`: its collectives"))
+
+
+def _add_help(about: argparse.ArgumentParser) -> None:
+    about.description = "Print every word of a case or of a slice, or every collective of a case with its reason."
+    about.epilog = 'example: shardproof help calls "mode=tp-sp tp=4"'
     about.add_argument(
         "topic", choices=("case", "slice", "calls"), metavar="case|slice|calls", help="words, or the calls of a CASE"
     )
-    about.add_argument("case", nargs="*", metavar="CASE", help="of `help calls`: key=value words")
+    about.add_argument("case", nargs="*", default=[], metavar="CASE", help="of `help calls`: key=value words")
     about.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose calls ({SUBJECT})")
     about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
 
@@ -107,11 +105,34 @@ def _add_parity(parity: argparse.ArgumentParser) -> None:
     parity.add_argument("--engine", choices=engines, default="launcher", help=threads)
     parity.add_argument("--same-init", action="store_true", help="give launch B the initial weights of launch A")
     parity.add_argument("--no-dropout", action="store_true", help="dropout drops nothing, in both launches")
-    parity.add_argument("--budget", metavar="GIB", help="memory of a rank's values in a step; the largest go first (2)")
+    parity.add_argument(
+        "--budget",
+        metavar="GIB",
+        help="memory for a rank's values of a step (2); the largest that do not fit are left out",
+    )
     parity.add_argument("--timeout", default="300", metavar="SECONDS", help="longest time of one launch (300)")
     parity.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     parity.add_argument("--json", action="store_true", help="the result as one JSON object on stdout")
     parity.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND A -- COMMAND B", help="both commands")
+
+
+def _add_shown(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands that show one run again: its tables, its page, its trace."""
+    show = add("show", help="the tables of a run again")
+    page = add("page", help="one self-contained HTML file of a run")
+    trace = add("trace", help="a run as Chrome/Perfetto JSON, one process a rank")
+    show.description = "Print the tables of a run again."
+    show.epilog = "example: shardproof show runs/latest"
+    page.description = "Write one HTML file of a run that opens offline."
+    page.epilog = "example: shardproof page runs/latest -o report.html"
+    for command in (show, page, trace):
+        command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
+    page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
+    page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
+    trace.description = "Write a run as one Chrome/Perfetto JSON, or as torch profiler files."
+    trace.epilog = "example: shardproof trace runs/latest --kineto"
+    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    trace.add_argument("--kineto", action="store_true", help="a folder with a torch profiler file a rank, for HTA")
 
 
 def _add_hang(hang: argparse.ArgumentParser) -> None:
@@ -145,7 +166,8 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WHAT:LIMIT",
-        help="events:0 (when none is given), calls, bytes, memory: a number or percentage; time, wall: a percentage",
+        help="the largest change of events, calls, bytes or memory (a number or a percentage), or of time or wall (a "
+        "percentage) that passes; events:0 when no limit is given",
     )
     compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
     compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
@@ -160,16 +182,11 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     values.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
 
 
-def _add_trace(trace: argparse.ArgumentParser) -> None:
-    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
-    trace.add_argument("--kineto", action="store_true", help="a folder with a torch profiler file a rank, for HTA")
-
-
 def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> None:
     faults.description = (
-        "Plant bugs one at a time and prove each: the kill matrix. Our own implementation gets every mutant, variant "
-        "and fault in every mode; another subject the faults of its collectives, which need no source. With a CASE: "
-        "the faults of that case's collectives."
+        "Plant bugs one at a time and print which checks notice each. Our own implementation gets every mutant, "
+        "variant and fault in every mode. Another subject gets the faults of its collectives, which need no source. "
+        "With a CASE, the faults of that case's collectives are planted."
     )
     faults.add_argument("cases", nargs="*", metavar="CASE", help="key=value words in quotes (help case)")
     faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"the code to verify ({SUBJECT})")
@@ -177,7 +194,7 @@ def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> No
     faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
     part = faults.add_mutually_exclusive_group()
     part.add_argument("--held-back", action="store_true", help="only the mutants that no rule of diagnosis has seen")
-    part.add_argument("--open", action="store_true", help="everything but those")
+    part.add_argument("--open", action="store_true", help="everything but the held-back mutants")
     faults.add_argument(
         "--field",
         action="store_true",
@@ -186,7 +203,7 @@ def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> No
     faults.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16"),
-        help="prove in cases of this dtype (as drawn); bugs that show in others alone keep theirs",
+        help="dtype of the cases (drawn without it); a bug that shows in one dtype alone keeps that",
     )
     faults.add_argument(
         "--emit-repro",
@@ -207,9 +224,7 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048"'
     predict.add_argument("cases", nargs="+", metavar="CASE", help="one case each, key=value words in quotes")
     predict.add_argument("--memory", default="80", metavar="GIB", help="the memory of a rank's device, in GiB (80)")
-    predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
-    predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
@@ -219,14 +234,16 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
         "counters, random streams. Exit status 1 when they differ."
     )
     checkpoint.epilog = "example: shardproof checkpoint before after --tensor '*.exp_avg'"
-    checkpoint.add_argument("a", metavar="A", help="folder of a checkpoint (docs/checkpoints.md)")
-    checkpoint.add_argument("b", metavar="B", help="the same; or of Hugging Face or Megatron-Core, as A may be")
+    checkpoint.add_argument("a", metavar="A", help="folder of a checkpoint: torch's, Hugging Face's or Megatron-Core's")
+    checkpoint.add_argument("b", metavar="B", help="the one to compare with it")
     checkpoint.add_argument("--tensor", default="*", metavar="KEY", help="only these keys, * and ? as in file names")
     checkpoint.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
 def _add_slice(slices: argparse.ArgumentParser) -> None:
-    slices.description = "Cut a model over ranks as DeepSpeed does where it is right, and print what each rank holds."
+    slices.description = (
+        "Cut a model over ranks as DeepSpeed does, without its known bugs, and print what each rank holds."
+    )
     slices.epilog = 'example: shardproof slice "family=opt hidden=768 heads=12 tp=2" --check model.safetensors'
     slices.add_argument("words", nargs="+", metavar="WORDS", help="one model, key=value words in quotes (help slice)")
     slices.add_argument(
@@ -251,11 +268,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--silence",
         default="60",
         metavar="SECONDS",
-        help="after how long without any event a rank writes down where it stands, for `shardproof hang` (60)",
+        help="a rank without any event for so long writes down where it stands, for `shardproof hang` (60)",
     )
     values = parser.add_argument_group("values", "what every rank's tensors were, beside the calls")
     values.add_argument("--values", action="store_true", help="record them: parameters, outputs, gradients, updates")
-    values.add_argument("--budget", metavar="GIB", help="memory of a rank's values in a step; the largest go first (2)")
+    values.add_argument(
+        "--budget",
+        metavar="GIB",
+        help="memory for a rank's values of a step (2); the largest that do not fit are left out",
+    )
     values.add_argument("--dtype", metavar="float64", help="run the program in float64 where it allows that")
     values.add_argument("--no-dropout", action="store_true", help="dropout drops nothing")
     values.add_argument("--same-init", metavar="FOLDER", help="begin with the initial weights of this recording")

@@ -48,7 +48,7 @@ def count_of_steps(text: str) -> int:
 
 def folder_of_values(name: str | None) -> Path:
     """A folder with recorded values. Raises RequestError where there is none."""
-    legal = "a folder of `shardproof record --values`, or a launch of `parity`, as runs/latest/first"
+    legal = "a folder of `shardproof record --values`, or a launch of `parity`, such as runs/latest/first"
     if name is None:
         raise RequestError("values: two folders are compared, BASE and NEW; legal: compare BASE NEW --values")
     if not (Path(name) / VALUES).is_dir():
@@ -115,16 +115,11 @@ def _check_faults(arguments: argparse.Namespace) -> None:
 def _check_predict(arguments: argparse.Namespace) -> None:
     """Check the words of a text alone, which may stand for several cases; the subject decides which of these can be."""
     _check_memory(arguments.memory)
-    if arguments.world is not None and arguments.world < 1:
-        raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
     ours = arguments.subject == SUBJECT
     if ours:
         _check_texts(arguments)
     arguments.subject = resolve_subject(arguments.subject)
     if vocabulary(arguments.subject) is not None:
-        if arguments.world is not None:
-            rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
-            raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
         cases_of(arguments.cases, arguments.subject)
     elif not ours:
         _check_texts(arguments)
@@ -143,7 +138,7 @@ def _check_texts(arguments: argparse.Namespace) -> None:
     for text in arguments.cases:
         words = [word for word in text.split() if word != "mode=all"]
         check_words(" ".join(words))
-        if arguments.world is None and any(word.startswith("mode=") for word in words):
+        if any(word.startswith("mode=") for word in words):
             read_case(" ".join(words))
 
 

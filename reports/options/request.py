@@ -4,9 +4,7 @@
 that needs no torch is checked first; then the subject is imported, which mostly needs it. `Request` is a class of
 `harness.running.request`.
 
-The experiment `gpt3-857m-tp4` repeats a walk through Megatron-LM with the torch profiler: 4 ranks, TP=4, fp16, dynamic
-loss scaling. On a GPU the model has its real sizes; on a CPU everything is smaller and the counts per layer are the
-same. Steps of --profile-steps count from 0; FIRST:END are those from FIRST on, END not included.
+Steps of --profile-steps count from 0; FIRST:END are those from FIRST on, END not included.
 """
 
 import argparse
@@ -14,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, chdir, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -37,7 +34,6 @@ from shardproof.harness.subject import (
     truth_of,
     vocabulary,
 )
-from shardproof.harness.traces.nsys_export import on_gpus
 from shardproof.reports.options.others import check_options
 
 
@@ -57,54 +53,6 @@ def check_data(path: str) -> None:
         raise RequestError(f"data={path}: {problem}") from problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """Cases of an experiment on a GPU and on a CPU, its subject, and the calls of the published walk: (phase, part).
-
-    `steps` are those that witnesses watch, FIRST:END: the walk profiled three steps after a warm-up, 110 to 112.
-    """
-
-    subject: str
-    full: str
-    small: str
-    steps: str
-    named: frozenset[tuple[str, str]]
-
-
-EXPERIMENTS = {
-    "gpt3-857m-tp4": Experiment(
-        subject=SUBJECT,
-        full="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0",
-        small="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0 "
-        "layers=4 hidden=64 ffn=256 vocab=509 seq=32",
-        steps="2:5",
-        named=frozenset({("data", ""), ("forward", "embedding"), ("forward", "attention.wo"), ("forward", "mlp.w2")}),
-    )
-}
-
-
-def complete_experiment(arguments: argparse.Namespace) -> None:
-    """Fill in what the experiment of --preset-experiment says. Raises RequestError for an unknown or mixed request."""
-    name = arguments.preset_experiment
-    if not name:
-        return
-    if name not in EXPERIMENTS:
-        raise RequestError(f"preset-experiment={name}: is not known; legal: {' '.join(EXPERIMENTS)}")
-    if arguments.cases:
-        raise RequestError(f"preset-experiment={name}: brings its own case, and a CASE was given; legal: one of them")
-    experiment = EXPERIMENTS[name]
-    arguments.cases = [experiment.full if arguments.device == "cuda" else experiment.small]
-    arguments.subject = experiment.subject
-    arguments.profile = arguments.profile or "torch,nsys"
-    if arguments.profile_steps is None:
-        arguments.profile_steps = experiment.steps
-
-
-def real_size(name: str) -> str:
-    """The command that repeats the experiment at its real size on a node with GPUs."""
-    return f"at its real size: shardproof run --preset-experiment {name} --device cuda; {on_gpus()}"
-
-
 TOOLS = ("torch", "nsys")
 
 
@@ -117,7 +65,7 @@ def profiled_tools(arguments: argparse.Namespace) -> tuple[str, ...]:
         raise RequestError(f"profile={arguments.profile}: names no witness; legal: {','.join(TOOLS)}")
     for tool in tools:
         if tool not in TOOLS:
-            raise RequestError(f"profile={tool}: is not a witness; legal: {','.join(TOOLS)}")
+            raise RequestError(f"profile={tool}: is not a profiler of cases; legal: {','.join(TOOLS)}")
     if arguments.engine == "dry":
         raise RequestError("profile: dry ranks have shapes and no times; legal: --engine inproc")
     return tools
@@ -159,7 +107,7 @@ LAUNCHED = "torchrun"
 """The engine of ranks that torchrun has launched: all run this command, and rank 0 alone does the work."""
 REPEATED = 3
 """Of our own subject, every third default case is run twice: two runs cost more than what they find there."""
-_OF_OUR_DECODER = ("variant", "data", "deep", "preset_experiment")
+_OF_OUR_DECODER = ("variant", "data", "deep")
 """Options that need the case language of our decoder."""
 
 
@@ -241,7 +189,6 @@ def _options_checked(arguments: argparse.Namespace) -> None:
     """Check every rule that needs neither the subject nor torch."""
     if arguments.emit_repro is not None:
         check_target(arguments.emit_repro)
-    complete_experiment(arguments)
     seconds(arguments.timeout, "timeout")
     profiled_tools(arguments)
     _check_choice(arguments)

@@ -31,7 +31,6 @@ def rows_of_stages(forecast: Forecast) -> pd.DataFrame:
                 "layers": stage.layers,
                 "live": stage.live,
                 **{f"{part}_bytes": getattr(stage.memory, part) for part in PARTS},
-                "flops": stage.flops,
                 "messages": sent.messages if (sent := stage.traffic) else None,
                 "message_bytes": sent.message_bytes if sent else None,
                 "wire_bytes": sent.wire_bytes if sent else None,

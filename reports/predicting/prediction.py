@@ -1,7 +1,10 @@
-"""The computing half of `shardproof predict`: every candidate of a text forecast, and whether it fits; the break-even.
+"""The computing half of `shardproof predict`: the cases that a text stands for, each forecast, and whether it fits.
 
-Several texts are one prediction: their candidates side by side. Sizes are bytes of one rank and one step; nothing is
-printed here.
+A text without a mode (or with mode=all) stands for every mode that the subject claims. A case that cannot be is kept
+with the rule that it breaks. Unless the text has other words, parameters are bfloat16 and AdamW trains in mixed
+precision. A case with experts without words on their load stands for LOADS, since a router's choice is not known
+without numbers. Several texts are one prediction: their candidates side by side. Sizes are bytes of one rank and one
+step; nothing is printed here.
 """
 
 import math
@@ -13,19 +16,107 @@ import pandas as pd
 
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NoNumbers, NotComputed, RequestError
-from shardproof.harness.plain_case import WordError
-from shardproof.harness.predicting.figures import Forecast
+from shardproof.harness.plain_case import PlainCase, WordError
+from shardproof.harness.predicting.figures import Forecast, States, mixed_adamw
 from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.subject import resolve_subject
+from shardproof.harness.subject import case_of, claimed_modes, refusal, resolve_subject, vocabulary
 from shardproof.reports.predicting import loads
-from shardproof.reports.predicting.planning import Candidate, growth_of_cases, parse_candidates
-from shardproof.reports.printing.run_tables import find_crossings
 from shardproof.reports.printing.text_tables import figure
 
+DTYPE = "dtype=bfloat16"
+"""Dtype of a text without `dtype=`."""
+LOADS = ("routing=equal", "routing=equal skew=0.25", "routing=equal skew=1.0")
+"""How experts are loaded where a text does not say it: alike, with a quarter of the tokens or all on a few."""
+_LOAD = ("routing", "skew")
+_MOST_CHOICES = 10**9
+"""Tokens of a step times experts times layers, where choices are no arithmetic: about a minute."""
 _GIB = 2**30
 _SIZES = ("seq", "batch", "micro")
 _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A case to predict, or the reason why it cannot be; `words` are those in which the candidates of a text differ.
+
+    `states`: what AdamW keeps of a parameter; None when the text says `optimizer=`, which is then the program's own.
+    `load`: the words that say how experts are loaded.
+    """
+
+    text: str
+    words: str
+    case: CaseLike | None
+    reason: str = ""
+    states: States | None = None
+    load: str = ""
+
+
+def parse_candidates(text: str, subject: Subject) -> list[Candidate]:
+    """The cases that a text stands for.
+
+    Raises RequestError when the text names one case and that cannot be, and when none of several can.
+    """
+    given = resolve_subject(subject)
+    if vocabulary(given) is not None:
+        return [make_candidate(text, text, subject)]
+    words = text.split()
+    kept = [word for word in words if word != "mode=all"]
+    modes_stated = [word for word in kept if word.startswith("mode=")]
+    modes = modes_stated[-1:] or [f"mode={mode}" for mode in claimed_modes(resolve_subject(subject)) or ()]
+    if not modes:
+        raise RequestError(f"case {text!r}: names no mode, and the subject claims none; legal: mode=tp")
+    rest = [word for word in kept if not word.startswith("mode=")]
+    rest += [] if "dtype" in stated_words(text) else [DTYPE]
+    made = []
+    loads = LOADS if len(modes) == 1 else LOADS[:1]
+    for mode in modes:
+        for load in loads if _chooses_experts(" ".join([*rest, mode]), subject) else [""]:
+            own = f"{mode} {load}".strip()
+            made.append(make_candidate(" ".join([*rest, own]), own, subject))
+    if not any(one.case for one in made):
+        raise RequestError(f"case {text!r}: {made[0].reason}")
+    return made
+
+
+def _chooses_experts(text: str, subject: Subject) -> bool:
+    """Whether a router chooses experts in the case of this text, which says nothing of their loads."""
+    own_words = stated_words(text)
+    if "routing" in own_words:
+        return False
+    model = " ".join(f"{key}={own_words[key]}" for key in ("preset", "experts") if key in own_words)
+    try:
+        return getattr(case_of(f"{model} mode=tp tp=1", resolve_subject(subject)), "experts", 0) > 0
+    except RequestError:
+        return own_words.get("experts", "0") != "0"
+
+
+def stated_words(text: str) -> dict[str, str]:
+    """Key -> value of every word of a text, the last where one is there twice."""
+    return {key: value for key, _, value in (word.partition("=") for word in text.split())}
+
+
+def make_candidate(text: str, words: str, subject: Subject) -> Candidate:
+    """The case of this text, or the rule that it breaks."""
+    load = " ".join(word for word in text.split() if word.partition("=")[0] in _LOAD)
+    try:
+        case = case_of(text, resolve_subject(subject))
+    except RequestError as problem:
+        return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__), load=load)
+    reason = refusal(case, resolve_subject(subject)) or _why_countless(case)
+    plain = isinstance(case, PlainCase)
+    states = None if plain or "optimizer" in stated_words(text) else mixed_adamw(case.dtype)
+    return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states, load=load)
+
+
+def _why_countless(case: CaseLike) -> str:
+    """Why the rows of its experts cannot be counted in reasonable time, "" where they can."""
+    routing, sizes = getattr(case, "routing", ""), ("experts", "layers", "micro", "dp", "tokens")
+    choices = math.prod(int(getattr(case, size, 1)) for size in sizes)
+    if routing not in ("skewed", "empty") or choices <= _MOST_CHOICES:
+        return ""
+    rule = f"its rows are counted token by token, and {choices:.1g} choices are too many"
+    return f"routing={routing}: {rule}; legal: {LOADS[1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +135,6 @@ class Prediction:
     rows: pd.DataFrame
     answer: str
     states: str
-    crossings: pd.DataFrame
-    curves: dict[str, pd.DataFrame]
-    forecasts: tuple[Forecast, ...]
     beside: pd.DataFrame
     stages: pd.DataFrame
     loads: pd.DataFrame
@@ -59,14 +147,13 @@ def predict_text(
     memory_gib: float,
     engine: DryEngine,
     *,
-    world: int | None = None,
     tick: Callable[[int, int, str, str], object] = lambda *_: None,
 ) -> Prediction:
     """The prediction of what a text stands for, for ranks of this memory.
 
     Raises RequestError when the text is wrong or cannot be run dry.
     """
-    found = parse_candidates(text, subject, world=world)
+    found = parse_candidates(text, subject)
     made: list[tuple[Candidate, Forecast | None]] = []
     for number, candidate in enumerate(found):
         one = None
@@ -78,19 +165,14 @@ def predict_text(
     rows = _frame_of_rows([_row_of_candidate(candidate, one, memory_gib) for candidate, one in made])
     legal = [one for _, one in made if one is not None]
     staged = next((one for one in legal if one.stages), None)
-    modes = {one.case.mode: one.case for one in legal} if world is None else {}
-    curves = {way: growth_of_cases(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
-    by_load = {one.load: made for one, made in made if made is not None and one.load} if len(modes) == 1 else {}
-    crossed = [find_crossings(curve).assign(counted=way) for way, curve in curves.items()]
+    one_mode = len({one.case.mode for one in legal}) == 1
+    by_load = {one.load: made for one, made in made if made is not None and one.load} if one_mode else {}
     return Prediction(
         text=text,
         memory_gib=memory_gib,
         rows=rows,
         answer=answer_in_words(rows, memory_gib),
         states=_words_of_states(made),
-        crossings=pd.concat(crossed, ignore_index=True) if crossed else pd.DataFrame(),
-        curves=curves,
-        forecasts=tuple(legal),
         beside=_join_measured(legal, subject),
         stages=pd.DataFrame() if staged is None else loads.rows_of_stages(staged),
         loads=loads.memory_by_load(by_load),
@@ -134,7 +216,6 @@ def _row_of_candidate(candidate: Candidate, one: Forecast | None, memory_gib: fl
         "mode": one.case.mode if one else candidate.words.split()[0].removeprefix("mode="),
         "ranks": one.case.world_size if one else None,
         "tokens": (one.tokens or None) if one else None,
-        "flops": one.flops if one else None,
         **{f"{name}_bytes": getattr(memory, name) if memory else None for name in loads.PARTS},
         **{name: getattr(sent, name) if sent else None for name in ("calls", "payload_bytes", "wire_bytes")},
         **{name: size if type(size) is int else None for name, size in sizes.items()},
@@ -177,7 +258,7 @@ def _words_of_states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
 def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     """Prediction of all these texts, whose candidates are named by the words that they do not all have.
 
-    Parts of one text alone are left out: crossings of its modes, its stages.
+    Parts of one text alone are left out: its stages and loads, what is beside.
     """
     texts = [str(case) for one in predictions for case in one.rows["case"]]
     shared = set.intersection(*(set(text.split()) for text in texts))
@@ -191,11 +272,8 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
         rows=rows,
         answer=answer_in_words(rows, first.memory_gib),
         states="; ".join(dict.fromkeys(one.states for one in predictions)),
-        forecasts=tuple(forecast for one in predictions for forecast in one.forecasts),
-        crossings=first.crossings.head(0),
         beside=first.beside.head(0),
         stages=pd.DataFrame(),
         loads=first.loads.head(0),
         calls=first.calls.head(0),
-        curves={},
     )

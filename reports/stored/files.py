@@ -16,7 +16,7 @@ from shardproof.harness.errors import RequestError, guard_file, name_ranks
 from shardproof.harness.run_folder import LAYOUT
 
 _ENVIRONMENT = "env.json"
-_LEGAL = "a folder that `shardproof run` wrote, as runs/latest"
+_LEGAL = "a folder that `shardproof run` wrote, such as runs/latest"
 MATRIX = "kill_matrix.csv"
 """File that `shardproof faults` writes into its folder."""
 

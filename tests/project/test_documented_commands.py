@@ -38,7 +38,6 @@ NOT_RUN = {
     "make test": "the suite itself",
     "python -m shardproof.suites.mutants.field": "writes the page itself: tests/suites/test_catalogue.py",
     "shardproof faults --field": "half an hour: two bugs are measured by tests/suites/test_catalogue.py",
-    "python -m bench.static_witness": "needs torchtitan: tests/bench/test_systems.py",
     "python -m bench.systems": "half an hour; its quick cells: tests/suites/test_foreign_subjects.py",
     ".venv/bin/pytest tests/harness/checking": "a part of the suite itself",
     "torchrun --nnodes 2": "two machines",

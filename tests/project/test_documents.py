@@ -58,15 +58,12 @@ def test_the_index_has_every_page() -> None:
 
 
 ABOUT_THE_FOLDERS = {"design.md", "gain.py"}
-FORMER = "Former paths that earlier releases documented"
-"""How the one line begins that names what forwards."""
 MODULE = re.compile(r"(?<![/\w.])(?:shardproof\.)?(?:bugs|harness|parallel|reference)\.(?!py\b)\w+[\w.]*(?::\w+)?")
 A_SUBJECT = {"shardproof.parallel.subject:subject"}
 
 
 def inner_names(text: str) -> set[str]:
-    lines = [line for line in text.splitlines() if not line.startswith(FORMER)]
-    return set(MODULE.findall("\n".join(lines))) - A_SUBJECT
+    return set(MODULE.findall(text)) - A_SUBJECT
 
 
 def test_a_page_names_no_module_behind_the_public_face() -> None:

@@ -42,7 +42,7 @@ def from_norms(failure: Failure) -> list[Cause]:
     value = evidence.run.tensors.get(name)
     if value is None and all(math.isclose(x, own.get(rank, 0.0), rel_tol=_OWN) for rank, x in numbers.items()):
         return _claim_norm(name, total, numbers, own, state_fact("norm_of_parts"))
-    for fact, norms in _before_sums(evidence):
+    for fact, norms in _before_sums(evidence, own):
         if all(math.isclose(x, norms.get(rank, 0.0), rel_tol=_NEAR) for rank, x in numbers.items()):
             return _claim_norm(name, total, numbers, norms, fact)
     if value is None:
@@ -77,10 +77,16 @@ def _own_squares(run: RecordedRun) -> dict[int, float]:
     }
 
 
-def _before_sums(evidence: Evidence) -> Iterator[tuple[Fact, Mapping[int, float]]]:
-    """Every rank's norm of its gradients as backward left them, or of what the ranks of an axis had: (fact, norms)."""
+def _before_sums(evidence: Evidence, own: Mapping[int, float]) -> Iterator[tuple[Fact, Mapping[int, float]]]:
+    """Every rank's norm of its gradients as backward left them, or of what the ranks of an axis had: (fact, norms).
+
+    Where these are the norms of what the ranks returned (`own`), no sum came behind backward that a norm could miss.
+    """
     for squares in zip(*(one.tolist() for one in evidence.search.unsummed), strict=False):
-        yield state_fact("norm_unsummed", axis=""), {rank: math.sqrt(square) for rank, square in enumerate(squares)}
+        alone = {rank: math.sqrt(square) for rank, square in enumerate(squares)}
+        if all(math.isclose(norm, own.get(rank, 0.0), rel_tol=_NEAR) for rank, norm in alone.items()):
+            continue
+        yield state_fact("norm_unsummed", axis=""), alone
         for axis in split_axes(evidence.run.case):
             over = {rank: ranks for ranks in evidence.claims.axes.get(axis, ()) for rank in ranks}
             norms = {rank: math.sqrt(sum(squares[r] for r in ranks)) for rank, ranks in over.items()}

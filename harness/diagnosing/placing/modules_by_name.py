@@ -141,9 +141,19 @@ class _Search:
     def _first_wrong(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str) -> str | None:
         """First of these that differs. A module after which all is right again lies otherwise and is not wrong."""
         for path in order:
-            if fits[path].state == DIFFERS and not any(fit.state == AGREES for fit in self._after(path, fits, phase)):
+            if fits[path].state != DIFFERS or any(fit.state == AGREES for fit in self._after(path, fits, phase)):
+                continue
+            if phase == "forward" or not self._lies_otherwise(path):
                 return path
         return None
+
+    def _lies_otherwise(self, path: str) -> bool:
+        """Whether an output agrees under no layout where forward is right: then its gradient shows nothing either.
+
+        A table of positions, say, returns one row for all samples, and nothing tells it from rows of samples.
+        """
+        target = self._targets(_OUTPUTS).get(path)
+        return target is not None and self._fit(path, target, _OUTPUTS).state == DIFFERS
 
     def _left_in_parts(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str, wrong: str | None) -> list[str]:
         """The last modules in a row, before the first wrong one, that are partial sums and stay so.

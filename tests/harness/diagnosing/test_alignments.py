@@ -149,6 +149,20 @@ def test_a_sum_left_out_beside_the_residual_stream_is_found_where_its_block_sums
     assert found is not None and found.summed == summed
 
 
+def test_a_gradient_is_no_place_where_its_output_lies_otherwise() -> None:
+    table, rows = drawn(6, 8), drawn(6, 8, seed=1)
+
+    def calls(output: Tensor, gradient: Tensor) -> ModuleCalls:
+        outputs, gradients = ({"table": plain_copy(of), "head": plain_copy(rows)} for of in (output, gradient))
+        return ModuleCalls(outputs=outputs, inputs={}, gradients=gradients)
+
+    for output, place in ((table.roll(3, 0), ""), (table, "table")):  # its halves as if they were rows of samples
+        rank = calls(output, rows.flip(0))
+        watched = Watched(ranks=[rank, rank], truth=calls(table, rows), axes=PAIR, dtype="float64")
+        found = locate_wrong_module(watched, forward=False, backward=True)
+        assert (found.words.split()[5] if found else "") == place
+
+
 def test_modules_are_matched_by_equal_names_then_by_their_longest_common_end() -> None:
     mine = ["model.layers.0.mlp", "model.layers.1.mlp", "model.norm", "model.layers.0.wqkv", "head"]
     theirs = ["layers.0.mlp", "layers.1.mlp", "norm", "layers.0.wq", "layers.0.wk", "head"]

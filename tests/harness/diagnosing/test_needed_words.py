@@ -79,6 +79,8 @@ def test_words_without_time_are_named() -> None:
 
     _, runs = searched(case, WORDS, fails)
     found, _ = searched(case, WORDS, fails, most=runs - 1)
+    assert not found.untried, "further values of the two words come last"
+    found, _ = searched(case, WORDS, fails, most=runs - 3)
     assert {one.word for one in found.needed} == {"w3", "w7"}
     assert set(found.untried) == set(WORDS) - {"w3", "w7"}
     assert "no time was left to try w" in when_line(found.when) and " more)" in when_line(found.when)

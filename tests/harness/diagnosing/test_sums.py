@@ -179,10 +179,10 @@ def test_norms_of_parts_are_told() -> None:
     own = [sum(float(rank[name].local.square().sum()) for name in names) + WHOLE for rank in ranks]
     before = tuple(torch.tensor([3.0, size], dtype=torch.float64) for size in (5.0, 7.0))
 
-    def told(*squares: float) -> list[str]:
+    def told(*squares: float, unsummed: tuple[torch.Tensor, ...] = before) -> list[str]:
         values = (torch.tensor(math.sqrt(square), dtype=torch.float64) for square in squares)
         seen = (({**rank, "grad_norm/0": value}) for rank, value in zip(ranks, values, strict=True))
-        return [cause.words for cause in by_numbers(evidence(*seen, unsummed=before), ["grad_norm/0"])]
+        return [cause.words for cause in by_numbers(evidence(*seen, unsummed=unsummed), ["grad_norm/0"])]
 
     assert told(*own) == ["each rank's norm is that of its own parts"]
     assert told(own[1], own[1]) == ["it is the norm of rank 1's own parts"]
@@ -190,6 +190,8 @@ def test_norms_of_parts_are_told() -> None:
     words = "it is the norm of gradients before they are summed over ranks"
     assert told(5.0, 7.0) == [f"{words}, on each rank of its own"]
     assert told(12.0, 12.0) == [f"{words}, added up over tp"]
+    never_summed = tuple(torch.tensor([size], dtype=torch.float64) for size in own)
+    assert told(sum(own), sum(own), unsummed=never_summed)[0].startswith("it counts what every rank holds whole once a")
     assert told(5.0, 7.1) == told(7.0, 7.0) == []
 
 
@@ -209,3 +211,11 @@ def test_what_became_of_parameters_is_told() -> None:
     values = {name: start[name.replace("param", "start")], other: truth()[other] + 1}
     (told,) = by_numbers(planted(values, shares=shares), [name, other])
     assert (told.id, told.words) == ("never_updated", f"{name}: as before the first step")
+
+
+@pytest.mark.parametrize(("recorded", "size"), [(False, ", which is dp=2"), (True, "")])
+def test_shards_of_data_ranks_are_parts_of_a_sum_where_no_call_was_recorded(recorded: bool, size: str) -> None:
+    double = {name: 2 * tensor for name, tensor in truth().items() if name == W1}
+    calls = {} if recorded else {"events": ()}
+    seen = planted(double, case=case("tp=1 dp=2 seq=16 micro=1"), **calls)
+    assert [told.words for told in by_numbers(seen, [*double])] == [f"it is 2 x the truth{size}"]

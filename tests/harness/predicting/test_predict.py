@@ -1,4 +1,4 @@
-"""Predictions: the closed form's bytes, the crossings of modes.md, depths that lie on a line, what the command says.
+"""Predictions: depths that lie on a line, candidates and their memory, what the command says.
 
 Nothing depends on the number of ranks: what is run is one rank of each kind. A case that no machine can hold is refused
 before anything of it is allocated, and large ones still run on shapes.
@@ -28,9 +28,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.size import sizes_by_part, word_of_size
 from shardproof.reports.commands.cli import main
-from shardproof.reports.predicting.planning import growth_of_cases, parse_candidates
-from shardproof.reports.predicting.prediction import predict_text
-from shardproof.reports.printing.run_tables import find_crossings
+from shardproof.reports.predicting.prediction import parse_candidates, predict_text
 from tests.deep import deep
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine
@@ -59,13 +57,10 @@ def test_a_forecast_from_three_micro_batches_and_two_depths_is_the_whole_step(wo
     one = forecast_case(case, subject, dry)
     (itself,) = dry_run(case.but(steps=1), subject, dry, (0,), text="")
     assert (one.ledger, one.depths) == (EQUAL, (3, 5) if case.layers > 5 else ())
-    assert one.flops == pytest.approx(itself.flops, rel=1e-9)
     assert one.memory.peak == pytest.approx(itself.peak_bytes + itself.optimizer_bytes, abs=64)  # scalars of the loop
 
 
 def test_a_program_that_shows_no_backward_is_measured_whole(dry: DryEngine) -> None:
-    """Of 7 micro-batches 3 are run: 7/3 of their products, and what follows them once."""
-
     def forwards(case: CaseLike, device: torch.device) -> dict[str, torch.Tensor]:
         weight = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
         for _ in range(case.micro):
@@ -73,7 +68,7 @@ def test_a_program_that_shows_no_backward_is_measured_whole(dry: DryEngine) -> N
         return {}
 
     one = forecast_case(Case.parse(f"{TINY} mode=tp tp=2 layers=1 micro=7"), forwards, dry)
-    assert one.flops == 7 * 2 * 8**3 and not one.stages
+    assert one.memory.peak >= 2 * 8**2 * 2 and not one.stages  # a weight and a product of two bytes an element
 
 
 def layer_by_layer(case: CaseLike, device: torch.device) -> dict[str, torch.Tensor]:
@@ -103,29 +98,6 @@ def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> Non
     assert memory.peak <= itself.peak_bytes + itself.optimizer_bytes
 
 
-@pytest.mark.parametrize("words", ["mode=isp tp=2 wp=2 dp=3", "mode=mtp tp=1 dp=1"])
-def test_flops_are_those_of_all_micro_batches_whoever_talks(words: str, dry: DryEngine) -> None:
-    """Two layers have 3 x 2 FLOPs a weight of a product and token, and 14 a pair of tokens and feature."""
-    case = Case.parse(f"{TINY} {words} layers=2 micro=3")
-    one = forecast_case(case, subject, dry)
-    products = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 32) + 64 * 32
-    flops = 3 * (6 * products * case.tokens + 14 * 2 * case.batch * 8**2 * 32) / case.tp
-    assert one.flops == flops
-    assert one.tokens == case.tokens * 3 * len(case.axes["dp"][0])
-
-
-def test_the_break_even_of_internlm2_7b_is_the_papers_formula() -> None:
-    """modes.md 2: T* = 3 Wl / ((2C + 4) h e) is 15,974 tokens beside MTP and MSP, 12,288 beside FSP."""
-    words = "preset=internlm2-7b tp=8 dtype=bfloat16"
-    cases = [Case.parse(f"{words} mode={mode}") for mode in ("mtp", "msp", "fsp", "isp")]
-    found = {row["other"]: row["tokens"] for row in find_crossings(growth_of_cases(cases, subject)).to_dict("records")}
-    weights = 4096 * (4096 + 2 * 8 * 128) + 4096 * 4096 + 3 * 4096 * 14336
-    assert found["mtp"] == pytest.approx(3 * weights / (10 * 4096), rel=1e-9)
-    assert found["msp"] == pytest.approx(found["mtp"], rel=1e-9)
-    assert found["fsp"] == pytest.approx(3 * weights / (13 * 4096), rel=1e-9)
-    assert [round(found[mode]) for mode in ("mtp", "fsp")] == [15974, 12288]
-
-
 def test_a_text_without_a_mode_stands_for_all_of_them() -> None:
     found = parse_candidates("preset=internlm2-7b tp=16", subject)
     assert [candidate.words for candidate in found] == [f"mode={mode}" for mode in MODES]
@@ -138,27 +110,6 @@ def test_a_text_without_a_mode_stands_for_all_of_them() -> None:
     ]
     with pytest.raises(RequestError, match="kv_heads=2: must be a multiple of tp=8 in mode=tp"):
         parse_candidates("mode=tp tp=8", subject)
-
-
-def test_a_search_tries_the_meshes_of_a_world() -> None:
-    found = parse_candidates("preset=internlm2-7b tp=3 mode=isp", subject, world=64)
-    assert [candidate.words for candidate in found][:4] == [
-        "mode=isp tp=1 dp=64 wp=1",
-        "mode=isp tp=1 dp=64 wp=8",
-        "mode=isp tp=1 dp=64 wp=64",
-        "mode=isp tp=2 dp=32 wp=2",
-    ]
-    assert all(candidate.case is None or candidate.case.world_size == 64 for candidate in found)
-    with pytest.raises(RequestError, match="world=0: must be at least 1; legal: --world 8"):
-        parse_candidates("mode=tp", subject, world=0)
-
-
-def test_a_search_leaves_the_ranks_of_stages_and_of_context_to_them() -> None:
-    found = parse_candidates("preset=llama3-8b mode=tp-sp pp=4 cp=2 tp=3", subject, world=64)
-    assert [one.words for one in found if one.case] == [f"mode=tp-sp tp={tp} dp={8 // tp}" for tp in (1, 2, 4, 8)]
-    assert {one.case.world_size for one in found if one.case} == {64}
-    with pytest.raises(RequestError, match="world=6: must be a multiple of pp=4; legal: --world 8"):
-        parse_candidates("mode=tp pp=4", subject, world=6)
 
 
 def test_what_needs_least_is_told_and_whether_it_fits(dry: DryEngine) -> None:
@@ -215,27 +166,12 @@ def test_the_bytes_of_a_parameter_are_megatrons(dtype: str, together: int) -> No
         mixed_adamw("int8")
 
 
-def test_the_command_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["predict", f"{TINY} tp=2 layers=1", "--memory", "4", "--json"]
-    assert main([*words, "--out", str(tmp_path)]) == 0
-    first = capsys.readouterr().out
-    (folder,) = tmp_path.iterdir()
-    names = ["ledger.csv", "predict.csv", "predict.html", "predict.json"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    assert json.loads((folder / "predict.json").read_text()) == json.loads(first)
-    page = (folder / "predict.html").read_text()
-    assert "Break-even" in page and "<svg" in page and "http" not in page
-    (one,) = json.loads(first)
-    assert one["memory_gib"] == 4 and {row["fits"] for row in one["candidates"]} == {"yes"}
-    assert not [name for row in one["candidates"] for name in row if name.endswith("_s")], "no seconds"
-
-
 def test_a_candidate_that_cannot_be_leaves_the_numbers_of_the_others_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["predict", f"{TINY} layers=1 mode=tp tp=2", "--world", "4"]
+    command = ["predict", f"{TINY} layers=1 tp=4"]
     assert main(command) == 0
     told = capsys.readouterr().out
     assert "kv_heads=2: must be a multiple of tp=4" in told
-    assert "mode=tp" in told and "equal" in told and "2 of 2 fit in 80 GiB" in told
+    assert "mode=isp" in told and "equal" in told and " fit in 80 GiB" in told
     assert main([*command, "--json"]) == 0
     told = capsys.readouterr().out
     rows = json.loads(told)[0]["candidates"]

@@ -22,7 +22,6 @@ from shardproof.harness.running.run import run_request
 from shardproof.harness.running.witnessing import witnesses
 from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
-from shardproof.reports.options.request import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
 from tests.harness.recording.toy_calls import a_call
 
@@ -89,14 +88,11 @@ def test_a_captured_call_is_counted_once_a_replay() -> None:
 
 
 @pytest.mark.slow
-def test_the_published_experiment_at_its_real_widths(tmp_path: Path) -> None:
-    """Two of its layers and steps: of all of them the dense model keeps more in float64 than 139 GiB hold."""
-    experiment = EXPERIMENTS["gpt3-857m-tp4"]
+def test_gpt3_at_its_real_widths_in_float16(tmp_path: Path) -> None:
+    """Two of its layers: of all of them the dense model keeps more in float64 than 139 GiB hold."""
+    words = "mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic layers=2 steps=2 lr=6e-5 clip=1.0"
     request = Request(
-        cases=parse_cases((f"{experiment.full} layers=2".replace("steps=5", "steps=2"),)),
-        subject=resolve_subject(experiment.subject),
-        device="cuda",
-        out=tmp_path,
+        cases=parse_cases((f"preset=gpt3-857m {words}",)), subject=resolve_subject(NAME), device="cuda", out=tmp_path
     )
     assert [verdict.message for verdict in run_request(request).verdicts if verdict.verdict != "pass"] == []
 

@@ -86,8 +86,7 @@ def test_training_begins_with_weights_that_are_loaded_after_a_first_call(*, trai
         torch.nn.init.constant_(layer.weight, 0.25)
         for _ in range(2 * trained):
             layer(X[:, :6]).sum().backward()
-            with torch.no_grad():
-                layer.weight.add_(layer.weight.grad, alpha=-0.1)
+            torch.optim.SGD(layer.parameters(), lr=0.1).step()
         layer(X[:, :6])
     (found, _) = seen.found.values()
     assert bool((found == 0.25).all())

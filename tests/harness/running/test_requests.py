@@ -50,7 +50,7 @@ HAS_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine ha
     ("words", "said"),
     [
         ((), "required: COMMAND"),
-        (("run", "--profile", "torch,vtune"), "profile=vtune: is not a witness; legal: torch,nsys"),
+        (("run", "--profile", "torch,vtune"), "profile=vtune: is not a profiler of cases; legal: torch,nsys"),
         (("run", "--profile", "nsys", "--engine", "dry"), "profile: dry ranks have shapes and no times"),
         (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
         (PROFILED, "profile-steps=3:3: holds no step, for END is not included; legal: 0:4"),

@@ -1,6 +1,5 @@
-"""Chosen steps of a run, which witnesses see alone, and the published experiment, which runs by its name."""
+"""Chosen steps of a run, which witnesses see alone."""
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,18 +9,11 @@ import torch
 from torch import nn
 
 from shardproof.harness.dense_model import parse_cases
-from shardproof.harness.errors import RequestError
-from shardproof.harness.running.request import Request
-from shardproof.harness.running.run import run_request
 from shardproof.harness.running.witnessing import witnesses
-from shardproof.harness.subject import resolve_subject
 from shardproof.harness.traces.nsys_export import nsys_path
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import session
 from shardproof.harness.witnesses.chosen import step_ends, terms_of, watch_steps
-from shardproof.reports.commands.result import experiment_table
-from shardproof.reports.options.request import EXPERIMENTS, complete_experiment, profiled_steps, real_size
-from shardproof.reports.stored.frames import load
 from tests.harness.noted import reasons_of
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
 from tests.harness.witnesses.test_witness_session import forked
@@ -126,51 +118,3 @@ def test_the_closed_form_of_chosen_steps_is_as_many_times_that_of_one_step() -> 
 
     why = "the closed form of one step failed: ValueError: no"
     assert terms_of(CHOSEN, case, EXPECTED(case), broken) == (None, why)
-
-
-PUBLISHED = "gpt3-857m-tp4"
-
-
-def arguments(**words: object) -> argparse.Namespace:
-    given: dict[str, object] = {"preset_experiment": PUBLISHED, "cases": [], "device": "cpu", "subject": "x:y"}
-    return argparse.Namespace(**({**given, "profile": "", "profile_steps": None} | words))
-
-
-def test_the_name_stands_for_case_subject_and_witnesses() -> None:
-    filled = arguments()
-    complete_experiment(filled)
-    (case,) = parse_cases(filled.cases)
-    assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
-    assert (filled.subject, filled.profile) == ("shardproof.parallel.subject:subject", "torch,nsys")
-    assert list(profiled_steps(filled, (case,)) or ()) == [2, 3, 4]
-    full = arguments(device="cuda")
-    complete_experiment(full)
-    (case,) = parse_cases(full.cases)
-    assert (getattr(case, "layers", 0), getattr(case, "hidden", 0)) == (24, 1024)
-    assert "--device cuda" in real_size(PUBLISHED)
-    for wrong in (arguments(preset_experiment="gpt5"), arguments(cases=["mode=tp tp=2"])):  # unknown, mixed
-        with pytest.raises(RequestError, match=r"preset-experiment=.*legal"):
-            complete_experiment(wrong)
-
-
-def test_the_list_has_every_call_of_a_micro_batch_in_order(tmp_path: Path) -> None:
-    small = EXPERIMENTS[PUBLISHED].small.replace("layers=4", "layers=2").replace("tp=4", "tp=2")
-    case = f"{small} steps=1 micro=2"
-    result = run_request(
-        Request(cases=parse_cases((case,)), subject=resolve_subject(EXPERIMENTS[PUBLISHED].subject), out=tmp_path)
-    )
-    assert result.exit_status == 0
-    rows = experiment_table(load(result.path), PUBLISHED).rows
-    # modes.md 5: 5 broadcasts; forward 1 + 2 a layer, loss 3; backward 2 a layer + 1 of the head.
-    assert [row[:5] for row in rows] == [
-        ("data", "broadcast", "-", "-", "5"),
-        ("forward", "all_reduce", "embedding", "word_embeddings", "1"),
-        ("forward", "all_reduce", "attention.wo", "linear_proj", "2"),
-        ("forward", "all_reduce", "mlp.w2", "linear_fc2", "2"),
-        ("loss", "all_reduce", "-", "-", "3"),
-        ("backward", "all_reduce", "head", "output_layer", "1"),
-        ("backward", "all_reduce", "mlp.w1", "linear_fc1", "2"),
-        ("backward", "all_reduce", "attention.wqkv", "linear_qkv", "2"),
-        ("grad_sync", "all_reduce", "-", "-", "2"),
-    ]
-    assert [row[6] for row in rows] == ["yes"] * 4 + ["no"] * 5

@@ -289,9 +289,10 @@ def test_every_rule_is_broken_by_one_of_these_texts() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("colour=red", "colour=red: is not a word of the case language; legal: one of preset mode tp dp"),
+        ("colour=red", "colour=red: is not a word of the case language; legal: preset mode tp dp"),
+        ("head=4", "head=4: is not a word of the case language; legal: heads"),
         ("=3", "=3: is not a word of the case language"),
-        ("tp", "tp=tp: is not a word of the case language"),
+        ("tp", "tp=: has no value; legal: tp=2"),
         ("tp=two", "tp=two: must be a whole number; legal: tp=1"),
         ("lr=fast", "lr=fast: must be a number; legal: lr=0.1"),
         ("packed=True", "packed=True: must be true or false; legal: packed=true"),
