@@ -53,7 +53,8 @@ class ShardLike(Protocol):
 
 
 Value: TypeAlias = "Tensor | ShardLike | Iterable[ShardLike]"
-"""Value of a subject under one name: a full tensor, one shard, several shards (a fused weight), or a DTensor."""
+"""Value of a subject under one name: a full tensor, one shard, several shards (a fused weight), or a DTensor. A number
+or an array of numpy is a full tensor too."""
 
 
 class TermLike(Protocol):

@@ -1,9 +1,9 @@
 """The outcome of one rank: named values turned into blocks of full tensors, without any communication.
 
-A value is a full tensor, a number, one shard, several shards (a fused weight), or a DTensor. `blocks` reads each inside
-the rank, because a DTensor knows its place only there; `merging` puts the blocks of all ranks together outside.
-Offsets and shapes count elements. Source of the DTensor rules: torch.distributed.tensor placement types (`Shard` cuts
-like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces).
+A value is a full tensor or array of numpy, a number, one shard, several shards (a fused weight), or a DTensor. `blocks`
+reads each inside the rank, because a DTensor knows its place only there; `merging` puts the blocks of all ranks
+together outside. Offsets and shapes count elements. Source of the DTensor rules: torch.distributed.tensor placement
+types (`Shard` cuts like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces).
 """
 
 import itertools
@@ -84,6 +84,11 @@ def blocks(value: object) -> tuple[Block, ...]:
     """Blocks of a value; several shards give several blocks, an empty iterable gives none."""
     if is_dtensor(value):
         return _of_dtensor(value)
+    if isinstance(value, Mapping):
+        rule = f"a {type(value).__name__} is not a value; legal: each of its tensors under a name of its own"
+        raise ValueError(f"{rule}, such as 'moments/0/weight'")
+    if hasattr(value, "__array__") and not isinstance(value, Tensor | float):  # of numpy
+        value = torch.tensor(value)
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     if isinstance(value, Tensor):

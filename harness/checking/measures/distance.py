@@ -14,7 +14,7 @@ from shardproof.harness.checking.measures.measured import MEASURES, error_ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """How far a tensor is from the truth in every measure; infinite if either has NaN or infinity."""
+    """How far a tensor is from the truth in every measure; infinite when either holds NaN, or one of them infinity."""
 
     frobenius: float
     peak: float
@@ -36,20 +36,24 @@ def distance(
 ) -> Distance:
     """How far `value` is from `truth` (same shape), scaled by the truth's rms, or by `least` if that is larger.
 
-    `peak` is the largest error of elements that are off by more than the share `own` of themselves, 0 without any.
-    `slack`, of the same shape, is subtracted from the error of every element before anything is measured. A truth that
-    is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
+    `peak` is that of the elements which are off by more than the share `own` of themselves, 0 when there are none.
+    `slack`, of the same shape, is taken off the error of every element before anything is measured.
+    A truth that is zero throughout, with no larger scale given, allows zero only. An infinite element of the truth,
+    such as a masked logit, allows this infinity only, and the others are measured. Empty tensors are equal.
     """
     return distance_from(value, TruthTensor.of(truth), least, own, slack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthTensor:
-    """A truth, with its largest element and its rms in float64, for several comparisons."""
+    """A truth, with what several comparisons need of it in float64: the largest and the rms of its finite elements, and
+    whether it has infinite ones too. Beside NaN no element counts as finite, and the largest is not.
+    """
 
     numbers: Numbers
     largest: float
     rms: float
+    infinite: bool = False
 
     @classmethod
     def of(cls, truth: Numbers) -> "TruthTensor":
@@ -61,8 +65,10 @@ class TruthTensor:
             if sums.sound or sums.largest == 0:
                 return cls(numbers=truth, largest=sums.largest, rms=sums.rms)
         numbers = as_float64(whole_of(truth))
+        infinite = bool(numbers.isinf().any()) and not bool(numbers.isnan().any())
+        numbers = numbers[numbers.isfinite()] if infinite else numbers
         largest = _largest_absolute(numbers)
-        return cls(numbers=truth, largest=largest, rms=_root_mean_square(numbers, largest))
+        return cls(numbers=truth, largest=largest, rms=_root_mean_square(numbers, largest), infinite=infinite)
 
 
 def distance_from(
@@ -74,7 +80,8 @@ def distance_from(
     """
     if true.numbers.numel() == 0:
         return Distance(frobenius=0.0, peak=0.0)
-    found = _in_blocks(value, true, least, own, slack, factor) if true.numbers.numel() > BLOCK else None
+    in_blocks = true.numbers.numel() > BLOCK and not true.infinite
+    found = _in_blocks(value, true, least, own, slack, factor) if in_blocks else None
     return found or _at_once(value, true, least, own, slack, factor)
 
 
@@ -82,10 +89,17 @@ def _at_once(
     value: Numbers, true: TruthTensor, least: float, own: float, slack: Numbers | None, factor: float
 ) -> Distance:
     t, rms = as_float64(whole_of(true.numbers)), true.rms
-    x = factor * as_float64(whole_of(value))
+    x, loose = factor * as_float64(whole_of(value)), None if slack is None else whole_of(slack)
+    if true.infinite:
+        kept = t.isfinite()
+        if not torch.equal(x[~kept], t[~kept]):
+            return Distance(frobenius=math.inf, peak=math.inf, scale=math.inf)
+        x, t, loose = x[kept], t[kept], None if loose is None else loose[kept]
     if not math.isfinite(_largest_absolute(x)) or not math.isfinite(true.largest):
         return Distance(frobenius=math.inf, peak=math.inf, scale=math.inf)
-    gap = _largest_gap(x, t, None if slack is None else whole_of(slack))
+    if t.numel() == 0:
+        return Distance(frobenius=0.0, peak=0.0)
+    gap = _largest_gap(x, t, loose)
     scale = max(rms, least)
     if scale == 0:
         wrong = math.inf if bool(gap.any()) else 0.0

@@ -140,7 +140,7 @@ def measure(
         return _measure_whole(name, *map(whole_of, (value, truth)), *(map(whole_of, c) for c in (controls, amplified)))
     known = (controlled or Controlled.of(truth, kind)).against(controls, stored)
     true, least = known.true, known.least
-    if true.largest == 0 == least and not relu_flips and slack is None and stored is None:
+    if true.largest == 0 == least and not (true.infinite or relu_flips) and slack is None and stored is None:
         return _beside_zeros(name, value, controls)
     own, ceiling = own_share(kept or dtype), CEILING if lower or dtype != "float64" else FLOAT64_CEILING
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
@@ -175,10 +175,10 @@ def _added(one: Numbers | None, other: Numbers | None) -> Numbers | None:
 
 
 def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Measured:
-    """A tensor whose truth is 0 throughout, as its whole kind is."""
-    found, *known = (TruthTensor.of(tensor).largest for tensor in (value, *controls))
-    error = found if math.isfinite(found) else math.inf
-    allowed = CONTROL_FACTOR * max((one if math.isfinite(one) else math.inf for one in known), default=0.0)
+    """A tensor whose truth is 0 throughout, and whose kind is."""
+    sizes = [TruthTensor.of(tensor) for tensor in (value, *controls)]
+    error, *known = (math.inf if one.infinite or not math.isfinite(one.largest) else one.largest for one in sizes)
+    allowed = CONTROL_FACTOR * max(known, default=0.0)
     return Measured(name=name, measure=ABSOLUTE, error=error, allowed=allowed, epsilons=error, elements=value.numel())
 
 

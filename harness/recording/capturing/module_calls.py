@@ -8,6 +8,8 @@ graph, the gradient is that of the recomputed tensor. The model itself, whose pa
         ...  # in the thread of each rank: with capture.on_rank(rank): program(rank)
     capture.outputs(0)["layers.0.mlp"], capture.gradients(0)["layers.0.mlp"]
 
+A path that several modules have names none of them, and is left out: that of a layer whose model is not called.
+
 For whoever compares two programs module by module there is every call of step 0, with its inputs and without any
 layout: `capture.calls(0).outputs["layers.0.mlp"][0].blocks`. A DTensor is kept as the blocks that it declares, and the
 ranks of its mesh.
@@ -35,15 +37,30 @@ class ModuleWatch(Watch):
     def __init__(self, on_output: OnOutput, on_input: OnInput | None = None) -> None:
         super().__init__(self._make_emit, on_output, on_input=on_input)
         self._attributions: dict[int, Attribution] = {}
+        self._called: dict[tuple[int, str], nn.Module] = {}
+        self._shared: set[tuple[int, str]] = set()
+        """(rank, path) of several modules: those of models that are called one by one, as the layers of a stage are."""
 
     def place(self, lane: ThreadWatch, module: nn.Module) -> tuple[Site, str]:
         """Step and micro-batch of a call, and the path of its module."""
         attribution = self._attributions[lane.rank]
-        return attribution.current(lane.number), attribution.paths.module(module, "")
+        path = attribution.paths.module(module, "")
+        first = self._called.setdefault((lane.rank, path), module)
+        if path and module is not first and not _holds(first, module) and not _holds(module, first):
+            self._shared.add((lane.rank, path))
+        return attribution.current(lane.number), path
+
+    def names_one(self, rank: int, path: str) -> bool:
+        """Whether no other module than one, with what wraps it, was called on this rank under this path."""
+        return (rank, path) not in self._shared
 
     def _make_emit(self, rank: int) -> Emit:
         feed = self._attributions.setdefault(rank, Attribution()).feed
         return lambda plain: feed(read_observation(plain))
+
+
+def _holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(one is part for one in module.modules())
 
 
 class _Captured:
@@ -68,11 +85,12 @@ class Capture(ModuleWatch):
 
     def outputs(self, rank: int) -> dict[str, Tensor]:
         """Module path -> what the module returned on this rank, detached; empty for a rank that called none."""
-        return dict(self._of(rank).outputs)
+        return {path: output for path, output in self._of(rank).outputs.items() if self.names_one(rank, path)}
 
     def gradients(self, rank: int) -> dict[str, Tensor]:
-        """Module path -> the gradient of that output; without modules that have none."""
-        return {path: gradient for path, gradient in self._of(rank).gradients.items() if gradient is not None}
+        """Module path -> the gradient of that output; modules without one are left out."""
+        known = ((path, grad) for path, grad in self._of(rank).gradients.items() if self.names_one(rank, path))
+        return {path: gradient for path, gradient in known if gradient is not None}
 
     def _of(self, rank: int) -> _Captured:
         return self._captured.setdefault(rank, _Captured())
@@ -169,12 +187,15 @@ class CallCapture(ModuleWatch):
         """Captures on this rank. They are read inside the rank, since the gradient of a DTensor must be."""
         mine = self._of(rank)
 
+        def named(calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+            return ((path, of_module) for path, of_module in calls.items() if self.names_one(rank, path))
+
         def copies(slots: Mapping[str, Mapping[int, Tensor | None]]) -> dict[str, tuple[TensorCopy, ...]]:
-            return {path: tuple(map(_copy_of, calls.values())) for path, calls in slots.items()}
+            return {path: tuple(map(_copy_of, calls.values())) for path, calls in named(slots)}
 
         return ModuleCalls(
-            outputs={path: tuple(calls) for path, calls in mine.outputs.items()},
-            inputs={path: tuple(calls) for path, calls in mine.inputs.items()},
+            outputs={path: tuple(calls) for path, calls in named(mine.outputs)},
+            inputs={path: tuple(calls) for path, calls in named(mine.inputs)},
             gradients=copies(mine.gradients),
             input_gradients=copies(mine.input_gradients),
             plain=frozenset(mine.plain),

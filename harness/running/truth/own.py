@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.coverage import ROUTING
-from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.measured import epsilon
 from shardproof.harness.checking.measuring import INITIAL
 from shardproof.harness.dense_model import in_own_words
@@ -45,6 +45,10 @@ from shardproof.harness.running.truth.joint_masks import in_order
 from shardproof.harness.subject import DenseFunction, NamedSubject, OnRanks, answer_question, session
 
 EXACT = "float64"
+_MASKED = ("forward", "activations")
+"""Checks of numbers in which code masks what it leaves out with an infinity."""
+_FINITE = {"loss"} | {kind for check, of in NUMERIC_KINDS.items() if check not in _MASKED for kind in of}
+"""Kinds of names that hold an infinity only in training that diverges."""
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 _SUPPOSED_WIDE: dict[tuple[str, str], bool] = {}
 """(subject, dtype) -> whether its last case multiplied in wider dtypes alone: a first guess, which each case checks."""
@@ -108,7 +112,7 @@ class OwnTruth:
         tensors, self.initial[case_text(case)] = first_values(tensors)
         if given is None:
             self.draws[case_text(case)] = draws
-        wrong = [name for name, tensor in tensors.items() if not _finite(tensor)]
+        wrong = [name for name, tensor in tensors.items() if not _is_sound(name, tensor)]
         if wrong:
             rule = f"the truth of {self.subject.name} is not finite in {wrong[0]}"
             raise RequestError(f"case {case_text(case)!r}: {rule}; legal: a case for which it is, such as a smaller lr")
@@ -255,7 +259,10 @@ class InParts:
             return self.subject.call(case, device)
 
 
-def _finite(tensor: Tensor) -> bool:
+def _is_sound(name: str, tensor: Tensor) -> bool:
+    """Whether it can be compared with: it has no NaN, and infinities only where code masks with them."""
     if tensor.is_floating_point() and tensor.element_size() == 1:
         tensor = tensor.float()  # torch asks none of the 8-bit dtypes
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    return not bool((tensor.isnan() if kind_of(name) not in _FINITE else ~tensor.isfinite()).any())

@@ -67,9 +67,26 @@ def test_nothing_that_is_not_finite_passes(
     spoiled[which % spoiled.numel()] = bad
     spoiled = spoiled.reshape(shape)
     assert not right(*((clean, spoiled) if in_truth else (spoiled, clean)))
-    assert not right(spoiled, spoiled)
+    assert right(spoiled, spoiled) == math.isinf(bad), "an infinity of the truth's own is a mask"
     for dtype in ("float32", "bfloat16"):
         assert not right(spoiled, clean, dtype, spoiled)
+
+
+@pytest.mark.parametrize("elements", [12, 2**18 + 12])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_what_the_truth_masks_with_an_infinity_must_be_masked_and_the_rest_is_measured(
+    dtype: str, elements: int
+) -> None:
+    logits = drawn(elements, seed=3)
+    truth = logits.masked_fill(torch.arange(elements) % 3 == 0, -math.inf)
+    control = truth * (1 + epsilon(dtype))
+    assert measure("x", truth.clone(), truth, dtype=dtype, controls=[control]).decidable
+    for wrong in (logits, truth.abs(), truth * 1.5, truth.nan_to_num(), truth.roll(1), truth + math.nan):
+        assert not right(wrong, truth, dtype, control)
+    everywhere = torch.full_like(truth, -math.inf)
+    assert right(everywhere.clone(), everywhere, dtype)
+    assert not right(torch.zeros_like(truth), everywhere, dtype)
+    assert not right(everywhere, torch.zeros_like(truth), dtype)
 
 
 def test_zeros_integers_and_booleans_are_exact() -> None:

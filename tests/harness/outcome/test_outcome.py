@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -285,6 +286,10 @@ def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[]
         ({"loss/0": 1.0, 0: FULL}, "outcome 0: a name must be text, not int; legal: 'loss/0'"),
         ({"grad/\ud800": FULL}, r"outcome 'grad/\ud800': a name must be text that a file can hold; legal: 'loss/0'"),
         ({"grad/w": ["no"]}, "outcome 'grad/w': str is not a value"),
+        (
+            {"state": {"w": FULL}},
+            "outcome 'state': a dict is not a value; legal: each of its tensors under a name of its",
+        ),
         (None, "a subject returned nothing (None); it must return a mapping of names to tensors; legal: return {"),
         ([FULL], "a subject returned list; it must return a mapping of names to tensors; legal: return {'loss/0': "),
     ],
@@ -293,6 +298,12 @@ def test_shards_and_names_that_are_none_are_refused_too(outcome: Any, words: str
     with pytest.raises(ValueError) as refused:
         localize(outcome)
     assert str(refused.value).startswith(words)
+
+
+def test_numbers_of_numpy_are_full_tensors() -> None:
+    values = {"hits/0": np.int64(3), "rate/0": np.float32(0.5), "right/0": np.array([[True, False]])}
+    merged = merge_outcomes([localize(values), localize(values)])
+    assert merged.flaws == () and all(value.tolist() == merged.tensors[name].tolist() for name, value in values.items())
 
 
 @given(st.data())

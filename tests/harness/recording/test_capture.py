@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardproof.harness.engines.threads.inproc import InprocEngine
-from shardproof.harness.recording.capturing.module_calls import Capture, tensors_of
+from shardproof.harness.recording.capturing.module_calls import CallCapture, Capture, tensors_of
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.parallel.subject import subject
@@ -145,6 +146,20 @@ def test_msp_keeps_whole_inputs_where_fsp_keeps_slices(words: str, tp: int, engi
     more = [kept("msp", layers) - kept("fsp", layers) for layers in (1, 2)]
     assert more[1] - more[0] == columns * activation - inputs * activation // tp
     assert more[0] == more[1] - more[0] + activation - activation // tp  # the head's input
+
+
+def test_a_path_of_several_modules_names_none_of_them() -> None:
+    """The blocks of a stage are called one by one, and no model around them."""
+    blocks = [nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Linear(4, 4))) for _ in range(2)]
+    for called, names in ((blocks[:1], {"0", "1"}), (blocks, set())):
+        for capture in (Capture(), CallCapture()):
+            with capture, capture.on_rank(0):
+                x_BD = batch().requires_grad_()
+                for block in called:
+                    x_BD = block(x_BD)
+                x_BD.sum().backward()
+            outputs = capture.outputs(0) if isinstance(capture, Capture) else capture.calls(0).outputs
+            assert outputs.keys() == names
 
 
 def test_transforms_of_torch_func_run_under_the_count_and_not_under_hooks_of_the_program() -> None:

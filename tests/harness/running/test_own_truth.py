@@ -4,6 +4,7 @@ The axes of experts have the rank lists of Megatron-Core.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,18 @@ def test_a_truth_may_return_numbers_of_8_bits() -> None:
         return {"packed/0": torch.ones(3).to(torch.float8_e4m3fn), **own_words.truth(case, device)}
 
     assert failed(proved(Network(truth=truth), "tp=2")) == set()
+
+
+@pytest.mark.parametrize(("name", "bad"), [("masked/0", math.nan), ("loss/0", math.inf), ("param/0", -math.inf)])
+def test_a_truth_may_mask_with_infinities_what_no_training_makes(name: str, bad: float) -> None:
+    def returning(name: str, number: float) -> Network:
+        masked = torch.tensor([1.0, number], dtype=torch.float64)
+        network = Network(truth=lambda case, device: {**own_words.truth(case, device), name: masked})
+        return Changed(network, lambda case, outcome: {name: masked})
+
+    assert failed(proved(returning("masked/0", -math.inf), "tp=2")) == set()
+    with pytest.raises(RequestError, match=f"not finite in {name}"):
+        proved(returning(name, bad), "tp=2")
 
 
 def test_a_value_beside_a_truth_of_zero_is_told_as_it_is() -> None:
