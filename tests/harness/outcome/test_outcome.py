@@ -301,7 +301,7 @@ def test_shards_and_names_that_are_none_are_refused_too(outcome: Any, words: str
 
 
 def test_numbers_of_numpy_are_full_tensors() -> None:
-    values = {"hits/0": np.int64(3), "rate/0": np.float32(0.5), "right/0": np.array([[True, False]])}
+    values: dict[str, Any] = {"hits/0": np.int64(3), "rate/0": np.float32(0.5), "right/0": np.array([[True, False]])}
     merged = merge_outcomes([localize(values), localize(values)])
     assert merged.flaws == () and all(value.tolist() == merged.tensors[name].tolist() for name, value in values.items())
 

@@ -76,7 +76,7 @@ def test_a_truth_may_return_numbers_of_8_bits() -> None:
 
 @pytest.mark.parametrize(("name", "bad"), [("masked/0", math.nan), ("loss/0", math.inf), ("param/0", -math.inf)])
 def test_a_truth_may_mask_with_infinities_what_no_training_makes(name: str, bad: float) -> None:
-    def returning(name: str, number: float) -> Network:
+    def returning(name: str, number: float) -> Changed:
         masked = torch.tensor([1.0, number], dtype=torch.float64)
         network = Network(truth=lambda case, device: {**own_words.truth(case, device), name: masked})
         return Changed(network, lambda case, outcome: {name: masked})
