@@ -75,7 +75,7 @@ def shard(start: int, stop: int, rows: int = 6, *, off: float = 0.0, dtype: torc
 NEXT = FULL.clone()
 NEXT[2, 1] = torch.nextafter(NEXT[2, 1], torch.tensor(torch.inf, dtype=torch.float64))
 BIT = "rank 1 differs from rank 0 in 1 of 24 elements, by up to 1.8e-15, first at (2, 1)"
-MISSING = "a full tensor on ranks 0 is not returned by ranks 1; return it on every rank"
+MISSING = "a full tensor on rank 0 is not returned by rank 1; return it on every rank"
 DTYPES = "the ranks disagree on the dtype: rank 0 returns float64, rank 1 float32"
 BEYOND = "999999999999996 of 1000000000000000 elements are held by no rank; first missing at (4,)"
 SHARED = "rank 1 differs from rank 0 in 8 of 8 elements, by up to 2, first at (2, 0) of what both hold, [2:4, 0:4]; "
