@@ -17,6 +17,8 @@ from tests.harness.processes.test_torchrun import torchrun
 
 STAGES = "pp=2 cp=2 tp=1 zero=1 micro=2"
 EXPERTS = "ep=2 dp=2 tp=1 experts=2"
+LIMIT_S = 8
+"""Time limit of the ranks that never end. In it the processes of a pool import the modules of the subject too."""
 HERE = r"\S*tests/harness/processes/composed\.py:\d+ in end"
 WAITS = {
     STAGES: {0: "send #5 of pp (0 2)", 1: "send #5 of pp (1 3)", 2: "send #18 of cp (2 3)"},
@@ -27,9 +29,9 @@ ENDINGS: dict[str, tuple[type[ShardproofError], str]] = {
     "killed": (RankDied, r"rank {last} of {size} died: killed by SIGKILL.*"),
     "exits": (RankCrashed, r"rank {last} of {size} died: its process ended with exit status 0"),
     "raises": (RankRaised, rf"rank {{last}} of {{size}} raised ValueError: bad layer, at {HERE}"),
-    "stopped": (Stalled, rf"no end within 3 s: rank {{last}} is stopped at {HERE}; .*"),
-    "sleeps": (Stalled, rf"no end within 3 s: rank {{last}} runs at {HERE}; .*"),
-    "loops": (Stalled, rf"no end within 3 s: rank {{last}} runs at {HERE}; .*"),
+    "stopped": (Stalled, rf"no end within {LIMIT_S} s: rank {{last}} is stopped at {HERE}; .*"),
+    "sleeps": (Stalled, rf"no end within {LIMIT_S} s: rank {{last}} runs at {HERE}; .*"),
+    "loops": (Stalled, rf"no end within {LIMIT_S} s: rank {{last}} runs at {HERE}; .*"),
 }
 QUICK = {("stopped", STAGES), ("exits", EXPERTS)}
 
@@ -46,7 +48,7 @@ def test_the_rank_its_place_and_what_the_others_waited_for_are_named(pool: PoolE
     read, (error, cause) = case_of(case, subject), ENDINGS[kind]
     last = read.world_size - 1
     with pytest.raises(error) as problem:
-        execute(read, subject.call, pool, name=subject.address, timeout_s=3.0)
+        execute(read, subject.call, pool, name=subject.address, timeout_s=LIMIT_S)
     found = problem.value
     assert isinstance(found, RankDied | ProgramError)
     assert found.exit_status == (3 if kind == "killed" else 1)
