@@ -79,7 +79,7 @@ def test_a_rank_that_stops_late_is_a_failure_of_the_program_too(
 @pytest.mark.parametrize("kind", ENDINGS)
 def test_the_same_is_named_under_torchrun(tmp_path: Path, kind: str) -> None:
     words = ["run", STAGES, "--subject", f"tests.harness.processes.composed:{kind}", "--engine", "torchrun"]
-    _status, out, err = torchrun(tmp_path, 4, "-m", "shardproof", *words, "--timeout", "3", "--when", "0")
+    _status, out, err = torchrun(tmp_path, 4, "-m", "shardproof", *words, "--timeout", str(LIMIT_S), "--when", "0")
     what = next((line for line in out.splitlines() if line.startswith("what:")), out + err)
     assert re.search(ENDINGS[kind][1].format(last=3, size=4), what), what
     first = next(line for line in out.splitlines() if line.startswith("first:"))
