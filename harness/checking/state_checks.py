@@ -95,7 +95,7 @@ def _is_constant(local: Tensor) -> bool:
 
 
 _COUNTS = ("steps", "step_after", "loss_scale")
-"""Kinds of saved/ that are integers."""
+"""Kinds of saved/ that are single numbers: counts of steps, and the loss scale."""
 
 
 def check_saved_state(run: RecordedRun, truth: Truth) -> Finding | None:

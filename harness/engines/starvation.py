@@ -14,7 +14,7 @@ from shardproof.harness.interpreter import turns_of_threads
 LONGEST = 10
 """How many times its limit a run may take, with the time in which ranks compile or wait for a processor."""
 LOOKING_S = 1e-4
-"""How many turns of computing threads one look covers."""
+"""The seconds that a computing thread may keep the interpreter while others look at it."""
 _TASKS = Path("/proc/self/task")
 
 

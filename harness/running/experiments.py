@@ -14,7 +14,7 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, select_checks_by_need
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check, select_checks_by_need
 from shardproof.harness.checking.records import Repeats
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.needed_words import needed_words
@@ -27,22 +27,24 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.store import STOPPED, Store
 from shardproof.harness.running.trials.trial import EXPLAINED_IN
-from shardproof.harness.subject import NamedSubject, case_of, domains_of
+from shardproof.harness.subject import NamedSubject, case_of, domains_of, truth_of
 from shardproof.harness.verdicts.facts import When, WhenKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 
 _IN_ALL = 3
 """The number of failures that may each take their whole time."""
-_SEARCH = 0.9
+_SEARCH = 0.8
 """The share of a failure's time for the search. The rest is for running statements that are cases of their own."""
 _GRACE_S = 10.0
-"""A case of an experiment that began in time may take this many times longer."""
+"""How much longer than its time the process of the experiments may take, to end the case that it runs."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines that can run other cases than those of the request."""
 _OF_ONE_RUN = CHECKS.keys() - select_checks_by_need(CHECKS, Repeats) | {"run"}
 """Checks that need a single run of a case."""
+_WITHOUT_LAWS = {**CHECKS}
+"""The same checks in another mapping: `prove` adds LAWS to CHECKS itself, for a subject with a truth of its own."""
 Proves = Callable[..., CaseResult]
-"""Proves a case within `timeout_s`, with a second run if `repeat` is given, and does not explain what fails."""
+"""Proves a case by `checks` within `timeout_s`, with a second run if `repeat` is given, and explains nothing."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]
 
 
@@ -198,62 +200,75 @@ def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
     """The words that the failure of this case needs, searched for until `end_s` on the monotonic clock.
 
-    Each statement is read as it is printed. If the search has not run the case that it describes, that is run too.
+    Each statement is read as it is printed, and the case that it describes is run by every check and law, unless the
+    search has run it so.
     """
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         saved = {"save": f"{folder}/save"} if getattr(failed.case, "save", "") else {}
-        fails = _Fails(failed, prove, start_s + _SEARCH * (end_s - start_s), saved)
-        found = needed_words(failed.case, domains_of(failed.case, subject), lambda case: fails(case)[0])
+        fails = _Fails(failed, subject, prove, saved, start_s + _SEARCH * (end_s - start_s))
+        found = needed_words(failed.case, domains_of(failed.case, subject), fails.in_search)
         fails.end_s = end_s
-        return confirm_words(found, failed.case, lambda text: case_of(text, subject), fails)
+        return confirm_words(found, failed.case, lambda text: case_of(text, subject), fails.by_all_checks)
 
 
 class _Fails:
-    """Whether a case fails as the examined one did, by every check, and the checks that fail. Each case is run once.
+    """Whether a case fails as the examined one did; None if its run cannot say.
 
     Raises OutOfTime from `end_s` on. A case whose first failure is of another kind fails for another reason, and shows
-    nothing. Runs are compared with each other only where nothing else has failed.
+    nothing. The search leaves out laws, which run further cases, unless nothing else has failed. Runs are repeated and
+    compared only if nothing else has failed. No case is run twice by the same checks.
     """
 
-    def __init__(self, failed: Failed, prove: Proves, end_s: float, words: Mapping[str, Any]) -> None:
+    def __init__(
+        self, failed: Failed, subject: NamedSubject, prove: Proves, words: Mapping[str, Any], end_s: float
+    ) -> None:
         mine = {verdict.check for verdict in failed.fault}
-        self._repeat = not mine & _OF_ONE_RUN
-        self._reasons = {_reason_of_verdict(verdict) for verdict in failed.fault}
         others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
+        self._reasons = {_reason_of_verdict(verdict) for verdict in failed.fault}
         self._others = {_reason_of_verdict(verdict) for verdict in others}
         self._laws = frozenset() if mine <= {*LAWS} else frozenset(LAWS)
         """Checks that run other cases too, so that their failure says nothing about this one alone."""
-        self._prove, self.end_s, self._words = prove, end_s, words
-        self._known: dict[str, Proved] = {}
+        self._in_search = _WITHOUT_LAWS if self._laws and truth_of(subject) is not None else CHECKS
+        self._repeat = not mine & _OF_ONE_RUN
+        self._prove, self._words, self.end_s = prove, words, end_s
+        self._known: dict[tuple[str, bool], Proved] = {}
 
-    def __call__(self, case: CaseLike) -> Proved:
-        text = case_text(case)
-        if text not in self._known:
-            self._known[text] = self._judge_case(case)
-        return self._known[text]
+    def in_search(self, case: CaseLike) -> bool | None:
+        """By the checks of the search."""
+        return self._judge(case, self._in_search)[0]
 
-    def _judge_case(self, case: CaseLike) -> Proved:
-        result = self._prove_case(case)
+    def by_all_checks(self, case: CaseLike) -> Proved:
+        """By every check and law, with the names of those that fail."""
+        return self._judge(case, CHECKS)
+
+    def _judge(self, case: CaseLike, checks: Mapping[str, Check]) -> Proved:
+        key = case_text(case), checks is CHECKS
+        if key not in self._known:
+            self._known[key] = self._judge_result(case, self._prove_case(case, checks))
+        return self._known[key]
+
+    def _judge_result(self, case: CaseLike, result: CaseResult | None) -> Proved:
         if not result:
             return None, ()
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
-        checks = tuple(sorted({verdict.check for verdict in failures}))
+        names = tuple(sorted({verdict.check for verdict in failures}))
         mine = [verdict for verdict in failures if verdict.check not in self._laws]
         mine = [verdict for verdict in mine if _reason_of_verdict(verdict) not in self._others]
         if mine:
             first = Failed(case=case, verdicts=tuple(mine)).first
-            return (True if _reason_of_verdict(first) in self._reasons else None), checks
-        return (False if failures or result.verdict == PASS else None), checks  # another fault of the case is left
+            return (True if _reason_of_verdict(first) in self._reasons else None), names
+        return (False if failures or result.verdict == PASS else None), names  # another fault of the case is left
 
-    def _prove_case(self, case: CaseLike) -> CaseResult | None:
+    def _prove_case(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
         """The result of a case; None if it is refused. Raises OutOfTime if the time ends first."""
         left_s = self.end_s - time.monotonic()
         if left_s <= 0:
             raise OutOfTime
+        kept = {word: value for word, value in self._words.items() if getattr(case, word)}
         try:
-            kept = {word: value for word, value in self._words.items() if getattr(case, word)}
-            result = self._prove(case.but(**kept) if kept else case, repeat=self._repeat, timeout_s=left_s)
+            case = case.but(**kept) if kept else case
+            result = self._prove(case, checks=checks, repeat=self._repeat, timeout_s=left_s)
         except (ShardproofError, ValueError):
             return None
         if time.monotonic() >= self.end_s and result.verdict != PASS:

@@ -66,7 +66,7 @@ def reduce_scatter_flat(fulls: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 
 _PREFETCHING = "wo"
-"""Import a module from here: in a copy of this package with a planted bug, the copy's own module."""
+"""The linear that starts the next block: the products of the MLP still follow then, enough to hide the gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

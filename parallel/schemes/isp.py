@@ -68,7 +68,10 @@ def _is_split(module: str) -> bool:
 
 
 def activation(case: Case, module: str) -> Placement | None:
-    """Import a module from here: in a copy of this package with a planted bug, the copy's own module."""
+    """The placement of a module's output [rows of a data rank, seq, width]; None for a module unknown here.
+
+    Everything is split along the sequence over tp, except logits that were exchanged or gathered.
+    """
     rows, length = case.rows, case.row_tokens
     split = Cut(axis="tp", dim=_SEQUENCE)
     if module == "head":

@@ -39,7 +39,7 @@ _LINE = 119
 _BESIDE_BAR = 60
 """The most characters of a case beside the bar in a terminal."""
 _PATIENCE_S = 2.0
-"""Seconds without output in a terminal before a spinner."""
+"""Seconds without output in a terminal before a progress bar."""
 _LABEL = re.compile(r"[a-z ]{4,8}: +")
 """What begins a line of a failure's report: "what:   "."""
 STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}

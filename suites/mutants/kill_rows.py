@@ -44,7 +44,7 @@ TRIES = 10
 WHEN_S = 10.0
 """How long the words that one failure needs are searched."""
 _OTHER_SEEDS = (1, 2)
-"""How many further cases a fault is run in that one case does not show."""
+"""The seeds of further cases for faults that one case does not show."""
 _BY_BITS = {UNCHANGED, UNREAD}
 """Proofs that rest on the numbers of one run."""
 _MEANING = {

@@ -12,10 +12,16 @@ import torch
 import torch.distributed as dist
 
 from shardproof.bugs.planting import plant_subject
+from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running import experiments
 from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.experiments import Failed, words_needed
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.run_result import RunResult
+from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.harness.terms import Term
 from shardproof.harness.verdicts.facts import When, WhenKind
 from shardproof.harness.verdicts.verdict import FAIL
@@ -82,6 +88,23 @@ def test_a_case_that_the_line_of_another_one_would_contradict_gets_its_own(tmp_p
     lines = {one.case: when_of(one) for one in result.verdicts if one.verdict == FAIL}
     assert lines[first].startswith("only with dp=2 and act=tanh; right with dp=1, with act=relu (tried on")
     assert lines[second].startswith("only with tp=3 and dp=2; right with tp=1|2, with dp=1 (tried on")
+
+
+def test_no_case_is_run_twice_by_the_same_checks_and_only_statements_are_run_by_laws(engine: InprocEngine) -> None:
+    runs: list[tuple[str, bool]] = []
+
+    def prove_counted(case: Any, *, checks: Mapping[str, Any], **how: Any) -> CaseResult:
+        runs.append((str(case), checks is CHECKS))
+        return prove(case, only_tanh, engine, checks=checks, explain=False, **how)
+
+    subject = resolve_subject(only_tanh)
+    case = case_of("tp=3 dp=2 act=tanh micro=1", subject)
+    failed = Failed(case=case, verdicts=prove(case, only_tanh, engine, explain=False).verdicts)
+    found = words_needed(failed, subject, prove_counted, time.monotonic() + 60)
+    assert {one.word for one in found.needed} == {"dp", "act"}
+    assert len({*runs}) == len(runs)
+    by_laws = [text for text, laws in runs if laws]
+    assert len(by_laws) == 3 < len(runs) / 2, "the case itself, and one for each word"
 
 
 def test_experiments_end_with_their_budget(tmp_path: Path) -> None:
