@@ -205,7 +205,7 @@ def _check_shapes_agree(placed: Placed) -> None:
 
 
 def _merge_replicas(placed: Placed) -> Placed:
-    """Blocks of distinct regions: replicas must be equal, and partial values are reduced in order."""
+    """Blocks of distinct regions: replicas must be equal bit for bit, partial values are reduced in a fixed order."""
     regions: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], tuple[int, Block]]] = {}
     for rank, block in placed:
         mine = block.region, block.terms

@@ -150,9 +150,8 @@ def order(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
 def bubble_closed_form(pipeline: Pipeline) -> Fraction | None:
     """The closed form of the share of all ranks' time in which they compute nothing; None if none is known.
 
-    All stages, and all messages, take equal time, and messages take none. GPipe, 1F1B: (pp-1)/(micro+pp-1),
-    arXiv:2104.04473 section 2.2.1. Interleaved, group=pp and micro a multiple of pp: (pp-1)/(chunks micro+pp-1),
-    section 2.2.2.
+    Stages take equal times, and messages take none. GPipe, 1F1B: (pp-1)/(micro+pp-1), arXiv:2104.04473 section 2.2.1.
+    Interleaved, group=pp and micro a multiple of pp: (pp-1)/(chunks micro+pp-1), section 2.2.2.
     """
     pp, micro = pipeline.ranks, pipeline.micro
     if pipeline.schedule == "interleaved" and (pipeline.in_a_row != pp or micro % pp):
