@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
-from shardproof.harness.ledger import BACKWARD, PHASES, Event
+from shardproof.harness.ledger import BACKWARD, Event, order_of_phase
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, select_visible_terms
 
@@ -200,5 +200,4 @@ def _order_of_line(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]
     last = len(places)
     place = places.get(line.region, last)
     backwards = line.phase in BACKWARD
-    phase = PHASES.index("backward" if backwards else line.phase) if line.phase in PHASES else len(PHASES)
-    return phase, -place if backwards and place < last else place
+    return order_of_phase(line.phase), -place if backwards and place < last else place

@@ -87,7 +87,12 @@ def guard_file(
 
 
 class _RunError(ShardproofError):
-    """A run that ended badly: `cause` in one line, `ranks` that are to blame, `positions` of all ranks by rank."""
+    """A run that ended badly: `cause` in one line, `ranks` that are to blame, `positions` of all ranks by rank.
+
+    `site`: step (from 0, -1 if unknown), phase and module where the program was, "" as far as they are unknown.
+    """
+
+    site: tuple[int, str, str] = (-1, "", "")
 
     def __init__(self, cause: str, *, ranks: Sequence[int] = (), positions: Sequence[Position] = ()) -> None:
         self.cause = cause

@@ -41,6 +41,12 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product", "")
 _RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
+def order_of_phase(phase: str) -> int:
+    """The place of a phase in a step of training. Recomputation belongs to backward; unknown phases come last."""
+    phase = "backward" if phase in BACKWARD else phase
+    return PHASES.index(phase) if phase in PHASES else len(PHASES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """A collective as one rank issues it, seen by the engine's group or the interposer, before it runs.

@@ -181,7 +181,9 @@ def diagnose_ended_case(error: ShardproofError) -> Diagnosis:
     else:
         known, fact = "machine", "time_up" if isinstance(error, TimeLimit) else "machine_failed"
     ranks, causes = tuple(getattr(error, "ranks", ())), (report_cause(known, state_fact(fact), error),)
-    return Diagnosis(check="run", ranks=ranks, first=First(), causes=causes)
+    step, phase, region = getattr(error, "site", (-1, "", ""))
+    first = First(phase=phase, region=region, step=step)
+    return Diagnosis(check="run", ranks=ranks, step=step, phase=phase, region=region, first=first, causes=causes)
 
 
 def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | None:

@@ -61,11 +61,12 @@ def failed_check(
 
 def failed_run(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> FailedCheck:
     """The record of a case without an outcome: the subject raised, ranks diverged, the machine failed."""
+    diagnosis = diagnose_ended_case(error)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
     return FailedCheck(
-        where=Where(mode=case.mode, world_size=case.world_size),
+        where=place_of_failure(diagnosis, case),
         repeat=repeat_command(case, subject, options),
-        causes=likely_causes(diagnose_ended_case(error)),
+        causes=likely_causes(diagnosis),
         end=End(
             machine=isinstance(error, MachineError), lines=tuple(lines), frames=last_frames(whole_traceback(error))
         ),

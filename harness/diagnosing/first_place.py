@@ -38,7 +38,7 @@ from shardproof.harness.diagnosing.coordinates import ranks_in_words
 from shardproof.harness.diagnosing.hypotheses.masks import find_stray_holders
 from shardproof.harness.differences import Difference
 from shardproof.harness.engines.engine import Unwaited
-from shardproof.harness.ledger import BACKWARD, PHASES, Event
+from shardproof.harness.ledger import Event, order_of_phase
 from shardproof.harness.verdicts.facts import First, state_difference
 
 _NUMBER = re.compile(r"\d+")
@@ -60,7 +60,7 @@ def first_place(
             region = _owner_of_gradient(evidence.run, evidence.truth, [name])
         return First(phase=phase, region=region, name=name, event=event)
     if (stray := next(iter(find_strays(evidence.run.calls, evidence.claims)), None)) and (
-        shown is None or _order_of_phase(stray.phase) <= _order_of_phase(shown.phase)
+        shown is None or order_of_phase(stray.phase) <= order_of_phase(shown.phase)
     ):
         call = f"{stray.op} named {stray.axis} over the ranks {sorted(stray.group)} at {stray.caller}"
         return First(
@@ -70,7 +70,7 @@ def first_place(
         event = law.fact.text
         summed = shown is not None and shown.name.startswith("grad/")  # compared after grad_sync
         if shown is None or (
-            not shown.note and _order_of_phase(law.phase) <= _order_of_phase("grad_sync" if summed else shown.phase)
+            not shown.note and order_of_phase(law.phase) <= order_of_phase("grad_sync" if summed else shown.phase)
         ):
             return First(phase=law.phase, region=law.region, name=wrong[0] if wrong else "", event=event)
     if shown is not None:
@@ -103,21 +103,16 @@ def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> b
     """Whether the difference of the ledger comes before the first wrong tensor, or at the same place."""
     if shown.step:  # a difference counts whole runs, so it may be of step 0
         return True
-    call, tensor = _order_of_phase(_issued_in(parted)), _order_of_phase(shown.phase)
+    call, tensor = order_of_phase(_issued_in(parted)), order_of_phase(shown.phase)
     if call != tensor or parted.line.phase not in ("forward", "backward"):
         # A parameter gradient is compared after grad_sync, so a call up to grad_sync comes before it.
-        return call <= (_order_of_phase("grad_sync") if shown.name.startswith("grad/") else tensor)
+        return call <= (order_of_phase("grad_sync") if shown.name.startswith("grad/") else tensor)
     modules = module_order(evidence.run.calls, evidence.claims, evidence.truth)
     order = {module: place for place, module in enumerate(modules)}
     mine, theirs = (order.get(region, len(order)) for region in (parted.line.region, shown.region))
     if shown.name.startswith("grad/"):
         return True
     return mine <= theirs if parted.line.phase == "forward" else mine >= theirs
-
-
-def _order_of_phase(phase: str) -> int:
-    phase = "backward" if phase in BACKWARD else phase
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
 def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:

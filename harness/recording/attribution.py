@@ -117,6 +117,20 @@ class Attribution:
             return frame.site
         return self._here({"forward": "loss", "inside": "backward"}.get(self._since, ""))
 
+    def raised_at(self, *, in_backward: bool, node: int) -> Site:
+        """Where the rank's own thread was when an exception ended its program, if no module was left since.
+
+        `in_backward`: the exception passed through a backward. `node` is the node that raised, OUTSIDE if unknown.
+        """
+        frame = self._lanes.above(self._lanes[0], OUTSIDE)
+        if frame is not None and frame.site.phase:
+            return frame.site
+        if in_backward:
+            made = self._lanes.find_site_of_node(self._lanes[0], OUTSIDE, node)
+            return (made or self._here(""))._replace(phase="backward")
+        # A backward that has ended is observed by what follows it alone.
+        return self._here({"forward": "loss", "inside": "grad_sync", "backward": "grad_sync"}.get(self._since, ""))
+
     def _here(self, phase: str, region: str = "") -> Site:
         return Site(self.step, self.microbatch, phase, region)
 

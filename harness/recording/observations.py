@@ -197,10 +197,11 @@ class Entered(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The module entered last in this lane returned or raised."""
+    """The module entered last in this lane returned, or an exception left it (`raised`)."""
 
     lane: int
     number: int
+    raised: bool
 
 
 class Arrived(NamedTuple):

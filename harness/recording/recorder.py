@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
@@ -23,9 +24,10 @@ from shardproof.harness.ledger import Call, Event, shape_text, wire_bytes
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
-from shardproof.harness.recording.observations import Entered, Issued, read_observation
+from shardproof.harness.recording.observations import Entered, Issued, Left, read_observation
 from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
 from shardproof.harness.recording.watch import Emit, Watch
+from shardproof.harness.torch_internals.autograd import node_raised
 
 if TYPE_CHECKING:
     from shardproof.harness.recording.ranges import Ranges
@@ -129,6 +131,20 @@ class Recorder:
         seen = map(read_observation, list(self._track(rank).observations))
         called = (one.module for one in seen if isinstance(one, Entered) and one.outermost)
         return list({id(module): module for module in called}.values())
+
+    def site_raised(self, rank: int, traceback: TracebackType | None) -> Site:
+        """Where a rank's program was when it raised the exception of this traceback."""
+        observations = [read_observation(plain) for plain in self._track(rank).observations]
+        while observations and isinstance(observations[-1], Left) and observations[-1].raised:
+            observations.pop()  # it left these modules on its way out
+        in_backward, node = node_raised(traceback)
+        return Attribution.of(observations).raised_at(in_backward=in_backward, node=node)
+
+    def site_of_last_call(self, rank: int) -> Site | None:
+        """Where a rank issued its latest call; None if it has issued none."""
+        observations = [read_observation(plain) for plain in list(self._track(rank).observations)]
+        issued = [seen.ticket for seen in observations if isinstance(seen, Issued)]
+        return Attribution.of(observations).sites[issued[-1]] if issued else None
 
     def _track(self, rank: int) -> _Track:
         track = self._tracks.get(rank)

@@ -251,6 +251,7 @@ def reporting_call(
             node = OUTSIDE if task == OUTSIDE else running_node()
             look = lane.looks.at(module) if task == OUTSIDE and lane.looks.on else ()
             emit((Entered, lane.number, _number(), task, node, module, True, _grad(), look, _now_s()))
+        raised = True
         try:
             if lane.on_input is not None:
                 lane.on_input(lane, module, args, kwargs)
@@ -260,10 +261,11 @@ def reporting_call(
             if not depth and task == OUTSIDE:
                 for node in nodes_of(output):
                     node.register_prehook(arrival(lane, number_of(node)))
+            raised = False
             return output
         finally:
             lane.depth = depth
-            emit((Left, lane.number, _number()))
+            emit((Left, lane.number, _number(), raised))
 
     return call
 

@@ -7,13 +7,13 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
-from torch.autograd.function import Function, FunctionCtx
+from torch.autograd.function import BackwardCFunction, Function, FunctionCtx
 from torch.optim.optimizer import Optimizer
 
 from shardproof.harness.torch_internals.lookup import find_name, replace_attribute
@@ -118,6 +118,22 @@ BACKWARD: CodeType = getattr(graph, "_engine_run_backward", torch.autograd.backw
 """The frame of Python that runs a backward. Uses torch.autograd.graph._engine_run_backward, else autograd.backward."""
 STEP = defined_in(Optimizer.profile_hook_step)
 """The frame of Python around an optimizer's step. Uses what Optimizer.profile_hook_step returns."""
+
+
+def node_raised(traceback: TracebackType | None) -> tuple[bool, int]:
+    """Whether an exception passed through a backward, and the number of the node of the innermost custom Function whose
+    `backward` it passed through; -1 without one.
+    """
+    in_backward, node = False, -1
+    while traceback is not None:
+        frame = traceback.tb_frame
+        in_backward = in_backward or frame.f_code is BACKWARD
+        context = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        if isinstance(context, BackwardCFunction):
+            node = number_of(context)
+        traceback = traceback.tb_next
+    return in_backward, node
+
 
 _apply: Any = getattr(Function.apply, "__func__", None)
 _APPLY: CodeType | None = getattr(_apply, "__code__", None)

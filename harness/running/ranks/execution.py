@@ -20,7 +20,7 @@ from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.interposer import observe_calls
 from shardproof.harness.engines.rank_environment import rank_device
 from shardproof.harness.engines.threads.rank_state import own_state
-from shardproof.harness.errors import RequestError, error_text
+from shardproof.harness.errors import ProgramError, RequestError, error_text
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.annotations import TOOL
@@ -31,7 +31,7 @@ from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.recording.spans import stopwatch
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.ranks.output import rank_output
-from shardproof.harness.running.ranks.watching import Execution, Localized, Watching
+from shardproof.harness.running.ranks.watching import Execution, Localized, Watching, locate_raise
 from shardproof.harness.subject import call_subject, kept_per_rank, named_axes, offers, session
 from shardproof.harness.torch_internals.compiler import leave_unloaded
 from shardproof.harness.torch_internals.dispatch import deterministic_on
@@ -95,8 +95,12 @@ def execute(
     task = watched(case=case, subject=name or subject, device=device, text=text)
     start_s = time.perf_counter()
     run = partial(engine.run, world_size=case.world_size, seed=case.seed, timeout_s=timeout_s)
-    execution = Execution.join_ranks(run(perform, sendable(task))) if engine.remote else _on_threads(task, subject, run)
-    return replace(execution, unwaited=tuple(engine.unwaited), seconds=time.perf_counter() - start_s)
+    try:
+        ranks = Execution.join_ranks(run(perform, sendable(task))) if engine.remote else _on_threads(task, subject, run)
+    except ProgramError as error:
+        locate_raise(error)
+        raise
+    return replace(ranks, unwaited=tuple(engine.unwaited), seconds=time.perf_counter() - start_s)
 
 
 def _on_threads(task: RankTask, subject: Subject, run: Callable[..., Any]) -> Execution:
@@ -106,7 +110,11 @@ def _on_threads(task: RankTask, subject: Subject, run: Callable[..., Any]) -> Ex
         # A subject may change the working directory; the next run starts in the old one.
         with chdir("."), session(subject), deterministic_on(device):
             program, per_rank = (_on_rank, subject, case, device, watching), kept_per_rank(subject)
-            outcomes = run(*program, observer=watching.observer, per_rank=per_rank)
+            try:
+                outcomes = run(*program, observer=watching.observer, per_rank=per_rank)
+            except ProgramError as error:
+                watching.locate(error)
+                raise
     return watching.execution(range(case.world_size), outcomes)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shardproof.harness.engines.engine import Unwaited
-from shardproof.harness.ledger import Event, Observer
+from shardproof.harness.errors import Desynchronised, ProgramError
+from shardproof.harness.ledger import Event, Observer, order_of_phase
 from shardproof.harness.outcome.blocks import Block, blocks
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.capturing.module_calls import Capture
@@ -18,9 +19,12 @@ from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.subject import Unanswered, answer_question
 
 if TYPE_CHECKING:
+    from shardproof.harness.recording.lanes import Site
     from shardproof.harness.recording.spans import RankSpan
 
 Localized = dict[str, tuple[Block, ...]]
+_SITE = "__shardproof_site__"
+"""The attribute by which a rank's exception takes the place where it was raised to the process that reports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,23 @@ class Watching:
             ):
                 if watcher is not None:
                     entered.enter_context(watcher.on_rank(rank))
-            yield
+            try:
+                yield
+            except Exception as error:
+                if self.recorder is not None:
+                    error.__dict__[_SITE] = _plain(self.recorder.site_raised(rank, error.__traceback__))
+                raise
+
+    def locate(self, error: ProgramError) -> None:
+        """Set `error.site`, if this process has recorded the ranks that parted."""
+        if self.recorder is None or not isinstance(error, Desynchronised):
+            return
+        waiting = [position.rank for position in error.positions if position.op]
+        parted = [rank for rank in waiting if rank in error.ranks] or waiting
+        sites = [site for rank in parted if (site := self.recorder.site_of_last_call(rank))]
+        # A rank that left a call out is further on in training, so the ranks parted where the other one waits.
+        first = min(sites, key=lambda site: (site.step, site.microbatch, order_of_phase(site.phase)), default=None)
+        error.site = _plain(first)
 
     def execution(self, ranks: Sequence[int], outcomes: Sequence[Localized]) -> Execution:
         """The result: these outcomes, and what was observed of these ranks."""
@@ -122,3 +142,13 @@ class Watching:
             return {f"{kind}/{module}": blocks(shard) for module, shard in shards.items() if shard is not None}
 
         return place_locals("act", capture.outputs(rank)) | place_locals("act_grad", capture.gradients(rank))
+
+
+def locate_raise(error: ProgramError) -> None:
+    """Set `error.site` to the place that was recorded on the rank whose exception caused it."""
+    error.site = getattr(error.__cause__, "__dict__", {}).get(_SITE, error.site)
+
+
+def _plain(site: "Site | None") -> tuple[int, str, str]:
+    """Step, phase and module."""
+    return (-1, "", "") if site is None else (site.step, site.phase, site.region)

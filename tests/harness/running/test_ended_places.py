@@ -1,0 +1,124 @@
+"""Where a run without an outcome ended: step, phase and module of an exception, and of calls that part.
+
+Tests harness.running.ranks.watching.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.protocols import Subject
+from shardproof.harness.running.proof import prove
+from shardproof.reference.case import Case
+
+FORWARD, BACKWARD, HOOK, BETWEEN, STEP, SHAPE, MISSING = range(7)
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises where it shall."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
+        """Its input."""
+        ctx.raises = raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Its gradient. Raises ValueError."""
+        if ctx.raises:
+            raise ValueError("backward")
+        return gradient, None
+
+
+class Layer(nn.Module):
+    """A linear with a sum over the ranks behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.ending: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raises ValueError, or sums something else on rank 1."""
+        x = Raises.apply(x, self.ending == BACKWARD)
+        if self.ending == FORWARD:
+            raise ValueError("forward")
+        if self.ending == SHAPE:
+            dist.all_reduce(torch.ones(2 + dist.get_rank()))
+        if self.ending != MISSING or dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(5))
+        dist.all_reduce(torch.ones(7))
+        output: Tensor = self.linear(x)
+        return output
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A subject of two steps that ends in the second one, on the second of three layers."""
+
+    ending: int
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """Never returns an outcome. Raises ValueError."""
+        first, wrong, last = (Layer() for _ in range(3))
+        layers = nn.Sequential(first, wrong, last)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for step in range(2):
+            if step:
+                wrong.ending = self.ending
+                if self.ending == HOOK:
+                    wrong.linear.weight.register_hook(_raise)
+                if self.ending == STEP:
+                    optimizer.register_step_pre_hook(_raise)
+            layers(torch.ones(4, 6)).sum().backward()
+            if step and self.ending == BETWEEN:
+                _raise()
+            for parameter in layers.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+        return {}
+
+
+def _raise(*_: object) -> None:
+    raise ValueError("here")
+
+
+PLACES = {
+    FORWARD: ("forward", "1"),
+    BACKWARD: ("backward", "1"),
+    HOOK: ("backward", ""),
+    BETWEEN: ("grad_sync", ""),
+    STEP: ("step", ""),
+    SHAPE: ("forward", "1"),
+    MISSING: ("forward", "1"),
+}
+
+
+@pytest.mark.parametrize("ending", PLACES)
+def test_the_place_of_an_ending_is_told(ending: int) -> None:
+    """Step, phase and module are those of the code in which the ranks ended or parted."""
+    with InprocEngine() as engine:
+        assert _place_of(Ends(ending), engine) == (1, *PLACES[ending])
+
+
+def test_a_rank_that_is_a_process_reports_the_place_of_its_exception() -> None:
+    """The place travels with the exception."""
+    with PoolEngine() as engine:
+        assert _place_of(Ends(BACKWARD), engine) == (1, "backward", "1")
+
+
+def _place_of(subject: Subject, engine: Engine) -> tuple[int, str, str]:
+    result = prove(Case.parse("tp=2"), subject, engine, timeout_s=30)
+    (failed,) = result.verdicts
+    assert failed.check == "run", failed.message
+    assert failed.failure is not None
+    where = failed.failure.where
+    return where.step, where.phase, where.region
