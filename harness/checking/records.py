@@ -179,7 +179,7 @@ class Truth:
                    None if that was not measured
     unread         rows of tables that the data of the case never look up, in words of the reference
     from_ranks     names of tensors of the outcome that were given to it, and are not checked
-    unmergeable    whether there is no truth because tensors that it needs from the ranks do not merge
+    unmergeable    whether there is no truth, since what it needs from the ranks does not merge or was not returned
     init_std       standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     """
 

@@ -158,11 +158,18 @@ def mask(case: Case, batch: Batch, site: str) -> Tensor | None:
     samples = range(batch.number * rows, (batch.number + 1) * rows)
     if case.random == "field":
         return _of_field(case, site, batch.step, samples).to(batch.tokens.device)
-    name = f"mask/{batch.step}/{site}"
-    if name not in given_now():
+    kept = given_mask(case, f"mask/{batch.step}/{site}")
+    return kept[samples.start : samples.stop].to(batch.tokens.device)
+
+
+def given_mask(case: Case, name: str) -> Tensor:
+    """The mask that an implementation drew and returned. Raises CaseError, from the KeyError, if there is none."""
+    try:
+        return given_now()[name]
+    except KeyError as problem:
         rule = f"draws masks that the dense model must be given, and {name} was not returned"
-        raise CaseError("random", case.random, rule, "random=field, or return what dropout kept under that name")
-    return given_now()[name][samples.start : samples.stop].to(batch.tokens.device)
+        legal = "random=field, or return what dropout kept under that name"
+        raise CaseError("random", case.random, rule, legal) from problem
 
 
 def masks(case: Case) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from shardproof.reference.model import decoder
 from shardproof.reference.model import losses as loss
 from shardproof.reference.model.branch import Beside
 from shardproof.reference.model.parameters import full, shapes, weights
-from shardproof.reference.model.randomness import given_now, initial_deviation, masks, sites, takes_given
+from shardproof.reference.model.randomness import given_mask, initial_deviation, masks, sites, takes_given
 from shardproof.reference.training.control import refuse_decisive
 from shardproof.reference.training.steps import train
 
@@ -69,7 +69,7 @@ def without_draws(case: Case) -> Case:
 def drawn_values(case: Case) -> dict[str, Tensor]:
     """Random values of a case, as an outcome has them: masks, and initial values that are Megatron's."""
     names = [f"mask/{step}/{site}" for step in range(case.steps) for site in sites(case)]
-    found = masks(case) if case.random == "field" else {name: given_now()[name] for name in names}
+    found = masks(case) if case.random == "field" else {name: given_mask(case, name) for name in names}
     if case.init == "whole":
         return found
     return {f"init/{name}": w for name, w in weights(case, torch.device("cpu")).items()} | found

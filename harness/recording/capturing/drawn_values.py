@@ -177,7 +177,8 @@ class FirstValues(DispatchMode):
                 own = numbers_of(leaf.to_local() if hasattr(leaf, "to_local") else leaf)
                 if isinstance(own, FakeTensor):
                     continue
-                place = storage_id(own), own.storage_offset(), tuple(own.shape)  # parameters may share a storage
+                # Parameters may share a storage, and a square one may be read transposed.
+                place = storage_id(own), own.storage_offset(), tuple(own.shape), own.stride()
                 if place in self._noted and not self._trains:
                     kept, before = self._noted[place]
                     if not same_bits(own.detach(), before):  # a copy of each reading would take its time

@@ -20,8 +20,8 @@ from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING
 from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.checking.records import Calls, Claims, Evidence, RecordedRun, Repeats, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
-from shardproof.harness.errors import MachineError, ProgramError, ShardproofError
-from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth, merge_outcomes
+from shardproof.harness.errors import MachineError, ProgramError, RequestError, ShardproofError
+from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, held_once, match_truth, merge_outcomes
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.recording.capturing.drawn_values import WithFirstValues, WithMasks, first_blocks
 from shardproof.harness.running.trials.rounding import recheck
@@ -29,7 +29,7 @@ from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.joint_masks import masks_of
 from shardproof.harness.subject import Unanswered, deviations, left_out, orders, state_terms, stated_deviations
 from shardproof.harness.torch_internals.autograd import give_back
-from shardproof.harness.verdicts.facts import state_text
+from shardproof.harness.verdicts.facts import state_fact, state_text
 from shardproof.harness.verdicts.verdict import UNKNOWN
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _kinds(trial: Trial) -> tuple[str, ...]:
 
 def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, compare: bool = True) -> Evidence:
     """The records of one recorded run beside this truth, or beside one that takes these kinds of tensors from it."""
-    case, own, torn = trial.case, trial.reference.own if compare else None, False
+    case, own, torn, lost = trial.case, trial.reference.own if compare else None, False, list[Flaw]()
     axes, expectation = {**trial.case.axes, **orders_of(trial)}, expectation_of(trial)
     draws = own.draws.get(trial.text, ()) if own and not own.takes_given else ()
     masks: Outcomes = ()
@@ -143,7 +143,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         trial.problems["masks"], truth, torn = problem, {}, True
     elif kinds or draws:
         merged = merged_outcomes(returned, masks, {} if draws else truth)
-        truth, torn = _truth_from_ranks(trial, kinds or GIVEN, merged)
+        truth, lost = _truth_from_ranks(trial, kinds or GIVEN, merged)
     if run.problem:
         trial.problems["activations"] = run.problem
     captured = _add_masks(run.captured, masks, truth if own else None)
@@ -151,6 +151,8 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
     model = trial.reference.model
     declared: tuple[str, ...] = ask_subject(trial, "coverage", lambda: left_out(trial.subject), ())
     merged = merged_outcomes(returned, captured, truth)
+    known = {flaw.name for flaw in merged.flaws}
+    merged = replace(merged, flaws=(*merged.flaws, *(flaw for flaw in lost if flaw.name not in known)))
     outcomes, captured = held_once(returned, merged), held_once(captured, merged)
     run = replace(run, outcomes=(), captured=())
     del returned
@@ -171,7 +173,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
             initial=trial.initial(compared) or _first_values_of_ranks(trial, own, compared),
             unread=model.unread_rows(case) if model and compare else (),
             from_ranks=tuple(trial.given),
-            unmergeable=torn,
+            unmergeable=torn or bool(lost),
             init_std=deviations_of(trial) if any(kind_of(name) == "init" for name in merged.tensors) else {},
         ),
         claims=Claims(
@@ -218,16 +220,32 @@ def _known_differences(trial: Trial) -> "Deviations | None":
     )
 
 
-def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
-    """The truth computed from what the ranks drew, and whether there is none because those tensors do not merge.
+def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], list[Flaw]]:
+    """The truth computed from what the ranks drew, or what of that did merge, with the flaws for which there is none.
 
-    In that case the first value is what did merge.
+    Flaws are of what does not merge, or was returned by no rank although the truth looks it up.
     """
     trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
     trial.known.clear()  # it was computed from other numbers than this run drew
-    if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
-        return dict(trial.given), True
-    return {**trial.dense(trial.reference.truth), **trial.given}, False
+    if flaws := [flaw for flaw in merged.flaws if kind_of(flaw.name) in kinds]:
+        return dict(trial.given), flaws
+    try:
+        return {**trial.dense(trial.reference.truth), **trial.given}, []
+    except RequestError as problem:
+        name = _name_not_given(problem)
+        if kind_of(name) not in kinds:
+            raise
+        return dict(trial.given), [Flaw(name=name, kind="omission", fact=state_fact("not_given"), ranks=())]
+
+
+def _name_not_given(problem: BaseException) -> str:
+    """The name that a truth looked up in vain, by the KeyError that led to this error; "" if there is none."""
+    led: BaseException | None = problem
+    while led is not None:
+        if isinstance(led, KeyError) and led.args and isinstance(led.args[0], str):
+            return led.args[0]
+        led = led.__cause__
+    return ""
 
 
 def judge_case(

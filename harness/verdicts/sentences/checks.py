@@ -165,6 +165,7 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "shape_of_truth": lambda shape, truth: f"the full shape is {tuple(shape)}, that of the dense model {tuple(truth)}",
     "dtype_of_truth": "the dtype is {dtype}, that of the dense model {truth}",
     "held_nowhere": "no rank holds any part of it",
+    "not_given": "the truth takes it from the ranks, and no rank returned it",
     "not_on_all_ranks": "a full tensor on {holders:rank|ranks} {holders:ranks} is not returned by "
     "{absent:rank|ranks} {absent:ranks}" + _COPIED,
     "elements_missing": lambda missing, elements, first: (

@@ -86,7 +86,7 @@ def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str,
         case="", check="run", verdict="fail", facts=(state_text("rank 1 ended"),), failure=failure
     ).lines == [
         f"what:   {what}: rank 1 ended (check run)",
-        "where:  mode=tp, all 2 ranks",
+        "where:  mode=tp, rank 1 of 2",
         "error:  nothing to compare: there is no outcome",
         "first:  rank 0: waits in all_reduce #3 of tp (0 1), at model.py:7 | rank 1: raised",
         f"causes: {why}",

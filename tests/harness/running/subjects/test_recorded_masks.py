@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardproof
+from shardproof.parallel.subject import ParallelSubject
 from shardproof.suites.subjects import dropout
 from tests.harness.proofs import failed, planted_on_ranks, proved, verdict_of
 from tests.harness.toy_subjects import Changed
@@ -202,3 +203,37 @@ def test_masks_that_are_not_those_of_the_truth_are_unknown() -> None:
     assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("masks", "coverage")} == {"unknown"}
     assert "the truth draws 3 masks and the ranks 2, in 1 steps of 2 micro-batches" in message(result, "masks")
     assert "forward" not in {verdict.check for verdict in result.verdicts if verdict.verdict == "pass"}
+
+
+class GivesWeights:
+    """A weight that the ranks draw, and a truth that is given it, if they return it."""
+
+    def __init__(self, *, returns: bool) -> None:
+        self.returns = returns
+
+    def __call__(self, _case: Any, _device: torch.device) -> dict[str, Tensor]:
+        weight = torch.arange(3.0) + 1
+        dist.all_reduce(loss := weight.sum() / 2)
+        return {"loss/0": loss, **({"init/weight": weight} if self.returns else {})}
+
+    def truth(self, _case: Any, _device: torch.device, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        return {"loss/0": (given or {})["init/weight"].sum()}
+
+
+def test_what_a_truth_is_given_and_no_rank_returns_is_a_failure_and_no_reason_to_skip() -> None:
+    assert failed(proved(GivesWeights(returns=True), "tp=2")) == set()
+    result = proved(GivesWeights(returns=False), "tp=2")
+    assert verdict_of(result, "merge").verdict == "fail"
+    assert "init/weight: the truth takes it from the ranks, and no rank returned it" in message(result, "merge")
+
+
+def test_a_mask_of_our_decoder_that_no_rank_returns_fails_in_its_module() -> None:
+    class Forgets(ParallelSubject):
+        def __call__(self, case: Any, device: torch.device) -> Any:
+            outcome = super().__call__(case, device)
+            return {name: tensor for name, tensor in outcome.items() if name != "mask/0/layers.0.mlp"}
+
+    result = proved(Forgets(), "tp=2 layers=1 seq=16 dropout=0.25 random=stateful")
+    assert verdict_of(result, "merge").verdict == "fail"
+    first = result.diagnoses["merge"].first
+    assert (first.phase, first.region) == ("forward", "layers.0.mlp")
