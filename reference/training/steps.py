@@ -34,6 +34,7 @@ from torch import Tensor
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.foreign import steps_before, stored_tensors
 from shardproof.reference.data.batches import Batch, micro_batch
+from shardproof.reference.errors import CaseError
 from shardproof.reference.model import decoder, layers
 from shardproof.reference.model import losses as loss
 from shardproof.reference.model.branch import Beside, updated_values, values_of
@@ -92,15 +93,27 @@ def saved_checkpoint(
 
 
 def load_checkpoint(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:
-    """Copy the checkpoint that the case loads, if any, into parameters and optimizer."""
+    """Copy the checkpoint that the case loads, if any, into parameters and optimizer.
+
+    Raises CaseError for a tensor that it lacks, or holds in another shape.
+    """
     checkpoint = stored_tensors(case) if case.load else {}
+
+    def stored(name: str, shape: torch.Size) -> Tensor:
+        found = checkpoint.get(name)
+        if found is None or found.shape != shape:
+            rule = f"holds no {name} of shape {tuple(shape)}"
+            raise CaseError("load", case.load, rule, "a checkpoint of the same model and training")
+        return found
+
     with torch.no_grad():
         for name, parameter in parameters.items() if checkpoint else ():
-            parameter.copy_(checkpoint[f"model.{name}"])
+            parameter.copy_(stored(f"model.{name}", parameter.shape))
             state = {key: checkpoint.get(f"optimizer.state.{name}.{key}") for key in _MOMENTS[case.optimizer]}
             if state and None not in state.values():  # none where every step was skipped
                 state = {key: tensor.to(parameter, copy=True) for key, tensor in state.items() if tensor is not None}
-                stepper.state[parameter] = {"step": checkpoint[f"optimizer.state.{name}.step"].clone(), **state}
+                step = stored(f"optimizer.state.{name}.step", torch.Size()).clone()
+                stepper.state[parameter] = {"step": step, **state}
 
 
 def load_state(
