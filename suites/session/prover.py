@@ -102,8 +102,8 @@ class Prover:
         """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.
 
         Words of `where_known` are fixed too, unless the subject has words of its own that lack the word or the value.
-        Skips the test when the subject refuses `only`, or lacks a fixed word or its value. A drawn case that it refuses,
-        and that no other case replaces (`fit_case`), is not counted.
+        Skips the test when the subject refuses `only`, or lacks a fixed word or its value. If it refuses a drawn case,
+        and no other case can replace that one (`fit_case`), the draw is not counted.
         """
         if self.only is not None:
             if reason := self.reason_of_refusal(self.only):
