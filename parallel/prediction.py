@@ -58,7 +58,7 @@ from shardproof.reference.model.parameters import dtype_of
 
 
 def shift_batch(batch: Delivered, places: int) -> Delivered:
-    """Every token, label and position from `depth` places later in its document, and the mask of the label.
+    """Every token, label and position from `places` later in its document, and the mask of the label.
 
     Behind the document's end token and position are 0, the label is IGNORED and the mask 0.
     """
