@@ -15,7 +15,7 @@ from shardproof.reference.language.words import Field, legal_values, write
 
 
 def domains() -> dict[str, tuple[Any, ...]]:
-    """Every word with several values, or naming a file, with its values, the plainest first."""
+    """Word -> its values, the plainest first: of every word with a domain or a list, and of words that name a file."""
     found = {word: _values(field) for word, field in WORDS.items()}
     return {word: values for word, values in found.items() if values}
 
