@@ -54,7 +54,7 @@ class Forked:
         os.kill(self.pid, signum)
 
     def ended(self, timeout_s: float = 60.0) -> int:
-        """Its exit status, or the negative number of the signal that killed it. Raises TimeoutError, and kills it."""
+        """The exit status, or minus the signal that killed it. Kills it, and raises TimeoutError, if it runs on."""
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.send(signal.SIGKILL)

@@ -297,7 +297,9 @@ def is_megatron(folder: Path) -> bool:
 
 
 def read_megatron(folder: Path, *, vocab: int) -> dict[str, Tensor]:
-    """Its parameters in full by their names in the dense model, the vocabulary cut to these rows (0: with its padding).
+    """The full parameters of a Megatron checkpoint, by their names in the dense model.
+
+    The vocabulary is cut to `vocab` rows; 0 keeps its padding.
 
     Raises LayoutError for a tensor that the dense model does not have, or that is incomplete; CaseError for files that
     torch cannot read.

@@ -133,7 +133,7 @@ PROVED: list[str] = []
 
 
 class Narrow:
-    """Ours, in one architecture; whatever else a case says is refused."""
+    """Our subject for one architecture: it refuses a case for which `reason` returns words."""
 
     modes = ("tp",)
 

@@ -152,7 +152,7 @@ def test_ranks_that_hold_everything_in_full_fail_although_they_talk_where_an_axi
 
 def test_the_share_of_the_parameters_that_is_split_is_of_their_elements() -> None:
     def outcomes(*held: tuple[str, tuple[int, int], bool]) -> list[Mapping[str, tuple[Block, ...]]]:
-        """Of two ranks that hold these names in these shapes, split or whole."""
+        """The outcomes of two ranks that hold these names in these shapes, split or whole."""
         ranks: list[dict[str, Any]] = [{}, {}]
         for name, (rows, columns), split in held:
             for rank, part in enumerate(

@@ -26,7 +26,7 @@ Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Averaged:
-    """Its loss is a mean over valid samples, whose numbers differ by data rank; `mean` says how it is made."""
+    """A subject whose loss is a mean (`mean`) over valid samples, whose numbers differ by data rank."""
 
     words, cases, truth = {"micro": 2}, ("dp=3",), "alone"
 

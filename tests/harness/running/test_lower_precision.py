@@ -30,7 +30,7 @@ HERE, SHORT = "tests/harness/running/test_lower_precision.py", "micro=1 steps=1"
 
 
 class Experts(Network):
-    """Its hidden layer is computed in a lower dtype, on one rank too; its truth has no such thing."""
+    """A subject whose hidden layer computes in a lower dtype, also on one rank; its truth does not."""
 
     words = {**own_words.WORDS, "act": ("relu", "bf16", "fp16", "fp32", "tenth", "little")}
     cases = ("tp=2 dp=3 act=bf16 dtype=float32", "tp=2", "dp=2")
