@@ -232,11 +232,11 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
             skipped = torch.tensor(0 if norm is not None else 1)
             outcome |= {f"loss_scale/{step}": torch.tensor(scale), f"skipped/{step}": skipped}
         if norm is None:
-            optimizer.zero_grad()  # its step does not change a parameter without a gradient
+            optimizer.zero_grad()  # it leaves alone what has no gradient
         else:
             outcome[f"grad_norm/{step}"] = norm
             if step == 0 and rank.has_numbers:
-                kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # no copy if nothing changes them
+                kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # nothing changes them any more
                 outcome |= {f"grad/{name}": rank.value(kept(grad), places[name]) for name, grad in gradients.items()}
             clip(gradients.values(), norm, case.clip)
         optimizer.step()
