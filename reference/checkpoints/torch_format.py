@@ -54,7 +54,7 @@ _OPCODES = (
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """An object of the file as data: a name, its arguments, its fields. Equal to itself alone."""
+    """An object of the file as data: a name, its arguments, its fields. No two of them are equal."""
 
     name: str
     made_of: Any = ()

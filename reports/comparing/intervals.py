@@ -126,9 +126,9 @@ def _times_by_block(times: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def _middle_phase(drift: pd.Series, meetings: pd.Series) -> str:
-    """The phase whose change is the middle one, the greater of two middles: whatever became faster alone is not it.
+    """The phase whose change is the median (the greater of two), so that it is not the only one that became faster.
 
-    Only phases that meet this one most often can be held against it.
+    Only the phases with the most `meetings` are considered.
     """
     often = meetings.reindex(drift.index)
     ranked = drift[often == often.max()].sort_values(kind="stable")

@@ -104,7 +104,7 @@ def check_writing(file: str) -> AbstractContextManager[None]:
 
 
 LAUNCHED = "torchrun"
-"""The engine of ranks that torchrun has launched: all run this command, and rank 0 alone does the work."""
+"""The engine of ranks that torchrun has launched: all run this command, and only rank 0 does the work."""
 REPEATED = 3
 """Every third default case of our own subject is run twice: second runs of all would cost more than what they find."""
 _OF_OUR_DECODER = ("variant", "data", "deep")
@@ -112,7 +112,7 @@ _OF_OUR_DECODER = ("variant", "data", "deep")
 
 
 def read_request(arguments: argparse.Namespace) -> Request | None:
-    """The request of `shardproof run`; None for other commands, and on launched ranks, of which rank 0 reads it later.
+    """The request of `shardproof run`. None for other commands, and on launched ranks, where rank 0 reads it later.
 
     Raises RequestError for a wrong option.
     """
@@ -159,7 +159,7 @@ def build_request(arguments: argparse.Namespace) -> Request:
 
 
 def _note_unquoted(cases: Sequence[str]) -> None:
-    """Say on stderr where words without quotes look like one case and are several; rank 0 alone says it."""
+    """Note on stderr that words without quotes are several cases and look like one; only rank 0 prints the note."""
     keys = [text.partition("=")[0] for text in cases if len(text.split()) == 1]
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):

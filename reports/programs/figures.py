@@ -227,7 +227,7 @@ def largest_payloads(run: Run, number: int = 3) -> pd.DataFrame:
 
 
 def add_group_ranks(run: Run) -> pd.DataFrame:
-    """The ledger with the ranks of every call's group, "" if its axis stands for several groups of its rank."""
+    """The ledger with the ranks of every call's group, "" if the rank is in several groups of the call's axis."""
     groups = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
     known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}
