@@ -50,7 +50,7 @@ class Forked:
         return (self.folder / "stderr").read_text()
 
     def send(self, signum: int) -> None:
-        """A signal to the process alone."""
+        """Send a signal to the process, and not to its children."""
         os.kill(self.pid, signum)
 
     def ended(self, timeout_s: float = 60.0) -> int:

@@ -44,7 +44,7 @@ W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
 
 ASKED = set(CHECKS) - {"waits", "overlap", "saved", "routing", "documents"}
-"""Nothing asynchronous, no checkpoint, no experts."""
+"""The checks that cases without asynchronous calls, checkpoints and experts have."""
 COVERAGE = {"coverage": CHECKS["coverage"]}
 
 
@@ -236,7 +236,7 @@ def test_the_example_of_the_page_on_design_is_a_check(monkeypatch: pytest.Monkey
 
 
 def test_the_dense_model_is_computed_only_where_a_check_needs_it_or_a_failure_is_explained() -> None:
-    """Its truth cannot be computed here, so every other case ends in an error."""
+    """The dense model cannot be computed here, so a case that needs it ends in an error."""
 
     def refused(*_: Any, **__: Any) -> Mapping[str, Any]:
         raise ValueError("no truth")
