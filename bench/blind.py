@@ -4,18 +4,17 @@
 
 For every bug the default cases run, the simplest first, until one fails. Then the words that the failure needs are
 looked for, as `shardproof run` does. A row has the case, whether the first place is the bug's, and the causes with
-their words. Then it has the line `when:` and whether that names exactly the words that the bug needs. Needed are the
-words of its condition, but for usual values and words that others imply by the rules of the case language. Each
-statement of the line is run again: `when_true` is "yes" when all are so. Causes of the unseen bugs are judged by hand,
-beside the sentence `wrong` of the bug.
+their words. Then it has the line `when:` and whether that names exactly the words that the bug needs. The bug needs the
+words of its condition, except those that others imply by the rules of the case language. Each statement of the line is
+run again: `when_true` is "yes" if all of them hold. Causes of the unseen bugs are judged by hand, beside the sentence
+`wrong` of the bug.
 
-Of a line
+The statements are read from the text of the line alone. In
 
     only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 but for replicas (tried on 'zero=1 ..')
 
-nothing is known but its text. The case of `tried on` must fail with every combination of the values in `only with`.
-With the words of each `with` behind it the case must pass, or fail in the checks behind `but for` alone. A refused or
-skipped case proves nothing.
+the case of `tried on` must fail with every combination of the values in `only with`. With the words after each `with`
+of `right` it must pass, or fail in no checks but those after `but for`. A refused or skipped case proves nothing.
 """
 
 import argparse
@@ -60,14 +59,14 @@ _CHECKS = " but for "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """A case by its text, and whether it is said to fail; `but_for` may fail where it is said to be right."""
+    """A case by its text, and whether it is said to fail. If it is said to be right, `but_for` are checks that fail."""
 
     case: str
     fails: bool
     but_for: frozenset[str] = frozenset()
 
     def holds(self, prove: Callable[[str], CaseResult]) -> bool:
-        """Whether the case does so when it is run."""
+        """Whether the statement is true when the case is run."""
         try:
             result = prove(self.case)
         except (ShardproofError, ValueError):
@@ -79,9 +78,9 @@ class Statement:
 
 
 def statements(line: str, failing: str = "") -> list[Statement]:
-    """The statements of a line, the plainest case that fails first; none where nothing was found.
+    """The statements of a line, cases that fail first; empty for a line that found nothing.
 
-    `failing` is the case of a line that names none. Raises ValueError for a line that cannot be read.
+    `failing` is the case for a line that names none. Raises ValueError for a line that cannot be read.
     """
     if plainest := _PLAINEST.fullmatch(line):
         return [Statement(case=plainest["on"][1:-1], fails=True)]
@@ -103,21 +102,21 @@ def statements(line: str, failing: str = "") -> list[Statement]:
 
 
 def false_statements(line: str, prove: Callable[[str], CaseResult], failing: str = "") -> list[Statement]:
-    """The statements of a line that are not so when they are run again; `prove` runs the case of a text."""
+    """The statements of a line that are not true when they are run again; `prove` runs the case of a text."""
     return [each for each in statements(line, failing) if not each.holds(prove)]
 
 
 def _values(text: str) -> list[str]:
-    """Each value of a word: "tp=2|4" is "tp=2" and "tp=4"."""
+    """The word with each of its values: "tp=2" and "tp=4" for "tp=2|4"."""
     word, _, values = text.partition("=")
     return [f"{word}={value}" for value in values.split("|")]
 
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 20.0, 60.0
-"""Seconds on a machine that does nothing else: where others compute too, both are as much longer as cases take."""
+"""Seconds on a machine that does nothing else. If others compute there too, both grow as the times of cases do."""
 _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
-"""Words of a condition that follow from others."""
+"""Names in a condition that are no words of a case -> the words that they follow from."""
 
 
 COLUMNS = "name killed case checks place_right first cause_right causes when_right when_true when needed wrong seconds"
@@ -128,7 +127,7 @@ def in_order(checkpoint: str) -> list[Case]:
     """The default cases, the simplest first; those that load a checkpoint follow the one that saves it."""
     cases = default_cases(checkpoint=checkpoint)
     size, first = dict[Case, tuple[object, ...]](), Case()
-    for case in cases:  # what loads stands behind what saves
+    for case in cases:  # a case that loads follows the case that saves, and gets its size
         first = first if case.load else case
         size[case] = Failed(case=first, verdicts=()).size
     return sorted(cases, key=size.__getitem__)
@@ -174,7 +173,7 @@ def _failure_columns(bug: Mutant, result: CaseResult) -> dict[str, object]:
 def _when_columns(
     bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine, longer: float
 ) -> dict[str, object]:
-    """Columns of the words that the failure needs, each of whose statements is run again."""
+    """Columns about the words that the failure needs. Each statement about them is run again."""
     failed = Failed(case=result.case, verdicts=result.verdicts)
     again = partial(prove, subject=subject, engine=engine, explain=False)
     found = words_needed(failed, subject, again, time.monotonic() + longer * _WHEN_S)
@@ -186,7 +185,8 @@ def _when_columns(
 def _judge_words(bug: Mutant, found: NeededWords) -> str:
     """Whether the line names exactly the words that the bug needs, "yes" or "no".
 
-    "none" is for a line that names none, unless the bug needs none and every word was tried.
+    Words with their usual values do not count. "none" is for a line that names no words, unless the bug needs none and
+    every word was tried.
     """
     words, case = {one.word for one in found.needed}, found.case
     if not isinstance(case, Case) or found.unproved or not words and found.untried:
@@ -204,7 +204,7 @@ def _judge_words(bug: Mutant, found: NeededWords) -> str:
 
 
 def _is_implied(word: str, words: set[str], case: Case, condition: str) -> bool:
-    """Whether the case language has no case with these words as they are that breaks the condition by this word."""
+    """Whether the condition on `word` holds in every legal case in which these words keep their values."""
     fixed = {each: getattr(case, each) for each in words}
     others = (repair_words(words_of(case), {**fixed, word: value}, domains()) for value in domains().get(word, ()))
     about = " ".join(each for each in condition.split() if re.split(r"[!=<>%]", each)[0] == word)

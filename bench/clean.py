@@ -4,9 +4,9 @@
     python -m bench.clean --foreign 500
 
 Every check is made on every case, and cases use every word of the case language
-(`suites.drawing.strategies.every_word`). Every fifth case is at a size that users train (`large`). An alarm is a
-verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision is no alarm
-and is counted separately. So is a case whose dense model diverges, since it cannot be judged.
+(`suites.drawing.strategies.every_word`). Every fifth case has a size that users train (`large_cases`). An alarm is a
+verdict `fail`, or a run that ended with an error. Checks that are undecided are counted separately, and so are cases
+whose dense model diverges, since they cannot be judged.
 
 Cases are drawn by hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that
 the processes on a machine share the work. With `--foreign` the cases are those of all subjects in `bench.foreign`, in
@@ -57,8 +57,8 @@ UNJUDGED = "unjudged"
 class Part:
     """A share of the cases to draw: `number` of `parts` draws its share of `cases` in every mode.
 
-    `dtype` "any" and `steps` 0 are drawn too; every case has the parts that it `needs`. A case that takes longer than
-    `timeout_s` counts as an alarm. `foreign`: the cases are of the subjects in `bench.foreign`.
+    With `dtype` "any" and `steps` 0 these are drawn too. Every case has the parts in `needs`. A case that takes longer
+    than `timeout_s` counts as an alarm. With `foreign` the cases are those of the subjects in `bench.foreign`.
     """
 
     subject: str = SUBJECT
@@ -103,9 +103,9 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """The counts of a part. The subject refused the cases `refused`; of the cases `unjudged` the dense model diverges.
+    """The counts of a part: judged `cases`, cases that the subject `refused`, and those whose dense model diverges.
 
-    `undecided` counts verdicts.
+    The latter are `unjudged`. `alarms` and `undecided` count verdicts.
     """
 
     dtype: str
@@ -119,7 +119,7 @@ class Campaign:
 
 
 def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
-    """Called after every case: the part so far, and which verdicts of the case did not pass."""
+    """Prove the cases of a part. Yields after each of them the counts so far, and its verdicts that did not pass."""
     start_s = time.perf_counter()
     refused = unjudged = alarms = undecided = 0
     with InprocEngine() as engine:
@@ -144,7 +144,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
 
 
 def cases_of(mode: str, share: int, part: Part) -> list[Case]:
-    """`share` cases of this mode, the same ones for the same part; those at sizes of users come last."""
+    """`share` cases of this mode, the same ones for the same part. Cases of sizes that users train come last."""
     many = (share + part.number % LARGE) // LARGE  # over all parts together, one case in LARGE
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}

@@ -1,19 +1,22 @@
-"""Finds the default cases: as little to run as a search finds that holds every legal pair of values of two words.
+"""Finds the default cases: the cheapest list that the search finds with every legal pair of values of two words.
 
     python -m bench.default_cases --seconds 1200
 
-The values are those of `reference.case.domains`, on meshes of up to 8 ranks. The everyday recipes are there whatever
-they hold. Every value is also wanted in a long case, of two steps and layers. A feature that keeps something from
-step to step needs several micro-batches there too, and such features are wanted in pairs. A case for a missing pair is
-a known one with both values, changed as the rules propose (`reference.case.domains`). Single words are then changed as
-long as that holds more pairs for its cost (AETG: Cohen et al., IEEE TSE 23, 1997). After that a few cases at a time are
-taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. For the
-second half of the time words are changed so that the cases hold more triples of values, at the same cost: of words that
-one file of `parallel` reads, since what meets there can be wrong for some of their values alone, and of two such words
-in a long case. A property of a case counts as the words that it is found from. The list is written to
-`reference/case/default_cases.txt`, from which another call goes on. Rules propose one word at a time. Where they lead
-nowhere, two values are joined with all words that either needs in a known case. A value that needs others which no line
-has: write a line with all of them first.
+What is wanted: pairs of the values of `reference.case.domains`, on meshes of up to 8 ranks. Every value is also wanted
+in a long case, of two steps and layers. A feature that keeps something from step to step needs several micro-batches
+in the long case, and such features are wanted in pairs there. The everyday recipes are in the list whatever they hold.
+
+How it is found: a case for a missing pair is a known case with both values, changed as the rules propose
+(`reference.case.domains`). Single words are then changed as long as the case holds more missing pairs for its cost
+(AETG: Cohen et al., IEEE TSE 23, 1997). After that a few cases at a time are taken out and found anew, and single words
+are changed. A change that costs less and loses no pair is kept. In the second half of the time words are changed so
+that the cases hold more triples of values at the same cost. Wanted are triples of words that one file of `parallel`
+reads, since its code may be wrong for some of their values alone, and pairs of such words in a long case. A property of
+a case counts as the words from which it is found.
+
+The list is written to `reference/case/default_cases.txt`, from which another call goes on. Rules propose one word at a
+time. Where they lead nowhere, two values are joined with all words that either needs in a known case. If a value needs
+others that no line has, write a line with all of them first.
 """
 
 import argparse
@@ -40,7 +43,7 @@ from shardproof.reference.features import WORDS
 
 
 def words_read_together() -> list[frozenset[str]]:
-    """The words of every file."""
+    """For each file of `parallel`, the words that it reads of a case."""
     files = sorted(Path(parallel.__path__[0]).rglob("*.py"))
     return [frozenset().union(*map(_words, _read_of_a_case(ast.parse(file.read_text())))) for file in files]
 
@@ -58,7 +61,7 @@ def _read_of_a_case(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def _words(name: str) -> frozenset[str]:
-    """The words from which a property of a case is found. A word is found from itself; other names have none."""
+    """The words from which a property of a case is found: for a word itself, for any other name none."""
     found = inspect.getattr_static(Case, name, None)
     if name in WORDS or not isinstance(found, property) or not found.fget:
         return frozenset({name} & WORDS.keys())
@@ -69,10 +72,10 @@ def _words(name: str) -> frozenset[str]:
 
 
 Matrix = NDArray[np.bool_]
-"""For every two levels: whether a case holds both, or whether that is wanted."""
+"""For every two levels: whether a case holds both, or whether the pair is wanted."""
 _NEAR, _TAKEN_OUT, _STARTS, _TRIED, _HOLDING = 80, 7, 4, 14, 4
-"""Cases near which a pair is looked for, cases found anew at a time, cases to start from, changes of each, and cases of
-a value in which it is looked for what the value needs.
+"""Numbers of cases: near which a pair is looked for, which are found anew at a time, from which a search starts, which
+are tried for each of these, and which show what a value needs.
 """
 _TRIPLES_A_SECOND, _CHANGES = 200, 2000
 """The triples that a second of a case's time must add, and how many changes are tried for triples at a time."""
@@ -82,12 +85,12 @@ STATES = frozenset(
     {"zero", "prefetch", "early_stop", "recompute", "scaler", "no_sync", "grad_dtype", "parity", "bias_rate"}
     | {"dropout", "attention_dropout", "random"}
 )
-"""Words of what a feature keeps from micro-batch to micro-batch, or from step to step."""
+"""Words of features that keep something from micro-batch to micro-batch, or from step to step."""
 _CHANGED = ("steps", "micro", "layers", *_AXES, "dtype", "zero", "recompute", "dropout", "attention_dropout", "experts")
 _LENGTHS = {"steps": (1, 2, 3, 4), "layers": (1, 2, 4), "micro": (1, 2, 3)}
 _FREE = ("seq", "ffn", "vocab", "lr")
 _OF_BFLOAT16 = 10.0
-"""The learning rate if parameters are stored in bfloat16, which loses a small step."""
+"""The learning rate if parameters are stored in bfloat16, where a small step would be rounded away."""
 
 
 def cost(words: Words) -> float:
@@ -116,7 +119,7 @@ def is_long(words: Words) -> bool:
 def needed_with(words: Words, word: str) -> Words:
     """The words of a legal case that cannot become plain, one after the other, while this word stays as it is."""
     plain, needed, before = words_of(Case()), dict(words), dict[str, Any]()
-    while needed != before:  # a word that another one needs may become plain after it
+    while needed != before:  # a word may become plain only after another one that needs it
         before = dict(needed)
         for other in sorted(plain, key=lambda each: each in _LENGTHS):  # the sizes of other words go first
             if other != word and needed[other] != plain[other]:
@@ -144,7 +147,7 @@ def join_needs(fixed: Words, known: Sequence[Words]) -> Words | None:
 
 
 def _problem(words: Words) -> Problem:
-    """Why a case is illegal, or shows less than another one: its ranks, a factor that is two sizes, other sizes."""
+    """Why a case is illegal, or shows less than others: by its number of ranks, equal sizes, or unusual sizes."""
 
     def degenerate(case: Case) -> str:
         axes = {*case.mesh.values(), case.wp} - {1}
@@ -159,8 +162,8 @@ def _problem(words: Words) -> Problem:
 class Pairs:
     """The levels of cases, each a word with a value, and which pairs of them a case holds.
 
-    Further levels are the mode of a case that splits something and the length of a long one. A long case of several
-    micro-batches has the states that it keeps too.
+    There are three more kinds of levels: "split" with the mode of a case that splits something, "long", and for a long
+    case of several micro-batches "kept" with each word of STATES.
     """
 
     def __init__(self) -> None:
@@ -185,7 +188,7 @@ class Pairs:
         self.triples = self._triples()
 
     def _triples(self) -> NDArray[np.int32]:
-        """All triples of levels, by number, whose words are read together, or of two such words and a long case."""
+        """All triples of levels, by number, whose words one file reads; a long case may be in place of one word."""
         found: set[tuple[int, ...]] = set()
         for words in words_read_together():
             of_word = [[self._number[word, value] for value in self.domains.get(word, ())] for word in sorted(words)]
@@ -239,7 +242,7 @@ class Search:
             if not self.wanted[one, other] and (found := self._near(fixed) or self._join_pair(fixed)):
                 self.known.append(found)
                 self.wanted |= self.pairs.pairs_of(found)
-        for place, (word, mode) in enumerate(self.pairs.levels):  # a mode that splits something is a mode too
+        for place, (word, mode) in enumerate(self.pairs.levels):  # a pair with "split" has the plain mode in it
             if word == "split":
                 whole = self.pairs.levels.index(("mode", mode))
                 self.wanted[whole] &= ~self.wanted[place]
@@ -326,7 +329,7 @@ class Search:
         return times
 
     def without_idle(self, cases: list[Words]) -> list[Words]:
-        """The cases without those whose wanted pairs other cases hold; the most expensive ones go first."""
+        """The cases without those whose wanted pairs all are in other cases; the most expensive are dropped first."""
         times = self._times(cases)
         for words in sorted(cases, key=cost, reverse=True):
             its_pairs = self.pairs.pairs_of(words)
@@ -350,7 +353,7 @@ class Search:
         return self.without_idle(cases)
 
     def cheaper(self, cases: list[Words]) -> list[Words]:
-        """The list with a few cases found anew, those that hold least alone before others; or as it was."""
+        """The list with a few cases found anew, preferably those that hold few pairs alone; or the list as it was."""
         times, count = self._times(cases), self.random.randint(2, _TAKEN_OUT)
         alone = [int((self.wanted & self.pairs.pairs_of(words) & (times < 2)).sum()) / cost(words) for words in cases]
         order = sorted(range(len(cases)), key=lambda place: alone[place] * (0.3 + self.random.random()))

@@ -1,23 +1,22 @@
-"""Found when wrong: drawn wrong edits of every foreign subject, and what passes with the limit that let it pass.
+"""Plants random wrong edits in every foreign subject, and lists those that pass with the limit that let them pass.
 
     python -m bench.foreign_bugs --edits 10 --out DIR
 
-For each edit the subject runs with it and without. An edit is `found` when a check fails, `undecided` when one is
-unknown, `without effect` when no bit of the outcome changes, else `passed`. The change of every tensor is measured
-beside what rounding did to this very tensor: the distance of the right run from the truth. Of a parameter both are of
-what moved, its value without its first one. Allowed is as much as the checks promise (docs/checks.md): FACTOR times
-that effect of rounding, or the floors of the dtype where they are more. For every step half an epsilon of a stored
-parameter is added.
+For each edit the subject runs with it and without. An edit is `found` if a check fails, `undecided` if one is unknown,
+`without effect` if no bit of the outcome changes, else `passed`. The change of every tensor is compared with the effect
+that rounding had on this very tensor: the distance of the right run from the truth. For a parameter both are shares of
+its movement, its value less its first value. The checks promise (docs/checks.md) to allow FACTOR times that effect of
+rounding, or the floors of the dtype if they are more. Half an epsilon of a stored parameter is added for every step.
 
-One right run may be near the truth by luck, as of two elements, and where both round to a lower precision than the
-case's they do so alike. So a change of more is measured beside MORE right runs too, in which all numbers are moved by a
-random part of their rounding.
+One right run may be near the truth by luck, for example in two elements, or because run and truth round alike to a
+lower precision than the case's. So a change beyond BOTH times what is allowed is also compared with MORE right runs, in
+which all numbers are moved by a random part of their rounding.
 
-A change of more than BOTH times as much that passes is a defect of the checks, listed with the limit that let it pass.
-`foreign_bugs-*.csv` has one row for every edit. Changes and roundings are shares of the truth.
+If such a change still passes, that is a defect of the checks. `foreign_bugs-*.csv` has one row for every edit. Changes
+and roundings are shares of the truth.
 
-Cases are drawn of all foreign subjects: layouts, sizes, seeds and dtypes, in turn over the subjects of `bench.foreign`.
-A subject may state the dtypes that it takes as `dtypes`; otherwise it takes those of DTYPES.
+Cases are drawn for all subjects of `bench.foreign` in turn: layouts, sizes, seeds and dtypes. A subject may state as
+`dtypes` the dtypes that it takes; otherwise it takes those of DTYPES.
 """
 
 import argparse
@@ -113,21 +112,19 @@ def _in_turn(lists: Sequence[Sequence[PlainCase]]) -> Iterator[PlainCase]:
 FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "without effect", "alarm without it"
 MOVED = ("param", "param_after")
 FACTOR = CONTROL_FACTOR
-"""A right result may be off by this many times the effect of rounding in one right run, as it may
-beside control runs.
-"""
+"""A right result may be off by this many times the effect of rounding in one right run, as the checks allow."""
 MORE = 3
 """The number of further right runs if one run does not explain a change."""
 BOTH = 2.0
-"""A change of this many units is no flaw: the right run and the wrong one may each be off by what is allowed."""
+"""A change of this many times what is allowed is no defect: the right run and the wrong one may each be off by that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A tensor that an edit changes, in one measure: the `change` and the `rounding` of the right run.
+    """A tensor that an edit changes: its `change` and the `rounding` of the right run, in the measure `by`.
 
-    `units` is the change in units of what is allowed. `error` and `limit` are those of the checks for this tensor of
-    the wrong run, in their `measure`. The tensor is `decided` when no half of it lies within the limit.
+    `units` is the change in units of what is allowed. `error`, `limit` and `measure` are what the checks find for this
+    tensor in the wrong run. It is `decided` if half of the tensor would not be within the limit.
     """
 
     tensor: str = ""
@@ -199,7 +196,7 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
 
 
 def _moved_run(drawn: Drawn, engine: InprocEngine, seed: int, timeout_s: float) -> dict[str, Tensor]:
-    """The tensors of a right run that rounds at random in the case's dtype and in lower ones."""
+    """The tensors of a right run whose numbers in the case's dtype and in lower ones are moved by random rounding."""
     dtypes = (drawn.case.dtype, *narrower(drawn.case.dtype))
     moved = Planted(drawn.subject, moves={getattr(torch, dtype): epsilon(dtype) for dtype in dtypes}, seed=seed)
     merged = merge_outcomes(execute(drawn.case, moved, engine, record=False, timeout_s=timeout_s).outcomes)
@@ -215,7 +212,7 @@ def _failed_checks(result: CaseResult) -> str:
 def _changes(
     without: Evidence, wrong: Evidence, first: Mapping[str, Tensor], more: Sequence[Mapping[str, Tensor]] = ()
 ) -> Iterator[Change]:
-    """Changes of all tensors that are no longer the same bits; `more`: right runs that round otherwise."""
+    """The changes of all tensors whose bits differ; `more` are right runs that round in other ways."""
     sizes = kind_rms(wrong.truth.tensors)
     for name, tensor in wrong.run.tensors.items():
         right, truth = without.run.tensors.get(name), wrong.truth.tensors.get(name)
@@ -244,7 +241,7 @@ def change(
     floors: Mapping[str, float],
     least: float,
 ) -> Change:
-    """The change by the measure in which it is largest in units of what is allowed; `errors` are those of rounding."""
+    """The change in the measure in which it is most times what is allowed; `errors` are the effects of rounding."""
     own, half = floors["own"], floors["half"]
     rms = max(float(moved.norm()) / math.sqrt(moved.numel() or 1), least)
     out = shift[shift.abs() > own * moved.abs()]

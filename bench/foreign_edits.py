@@ -1,4 +1,4 @@
-"""Wrong edits of any training program, planted from outside while its ranks run: no subject is written again.
+"""Wrong edits of any training program, planted from outside while its ranks run, so that no subject is changed.
 
 An edit changes one number, row or tensor at one of the points that every such program has. These are an optimizer's
 steps, backward passes, the results of collectives, the samples of a micro-batch. A run without an edit counts these
@@ -107,10 +107,10 @@ def _rank() -> _Rank | None:
 
 
 class Planted:
-    """A subject with an edit, or with none; `frozen`: no optimizer moves a parameter. `counts` fills up, by rank.
+    """A subject with an edit, or with none. If `frozen`, no optimizer moves a parameter. `counts` fills up, by rank.
 
-    `moves`: dtype -> the epsilon of which a random part moves its numbers on every rank, another one by each `seed`.
-    On one rank there is no edit: that is the truth of a subject that is compared with itself.
+    `moves`: dtype -> an epsilon by a random part of which all numbers in it are moved; another `seed`, another part. A
+    world of one rank gets no edit: it may be the truth of a subject that is compared with itself.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Planted:
         self.counts: dict[int, Counts] = {}
 
     def __getattr__(self, attribute: str) -> Any:
-        """Any other attribute is that of the subject."""
+        """Take any other attribute from the subject."""
         return getattr(self.subject.call, attribute)
 
     def __call__(self, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
@@ -153,7 +153,7 @@ class Planted:
 
 
 class _Numbered:
-    """A case as its subject sees it: under an edit, samples may be those of a step that is never run."""
+    """A case as its subject sees it. An edit may replace samples by those of a step that is never run."""
 
     def __init__(self, case: CaseLike) -> None:
         self._case = case

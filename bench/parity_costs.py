@@ -1,8 +1,9 @@
 """What parity costs, measured here: `python -m bench.parity_costs`.
 
-A GPT of 10.6 million parameters, 8 rows of 128 tokens, is recorded in its steps 2 and 3, and steps around them are not:
-their ratio in CPU time, and what copying and writing as many bytes takes alone. Then it is launched alone and on two
-data ranks by `shardproof parity`, in float64 and float32. On two cores of its own the clock is at most CPU time.
+A GPT of 10.6 million parameters trains on 8 rows of 128 tokens. Its steps 2 and 3 are recorded and the steps around
+them are not. Printed are the ratio of both in CPU time, and the time of copying and writing as many bytes alone. Then
+`shardproof parity` launches it on one rank and on two data ranks, in float64 and float32. On two idle cores the time by
+the clock is at most the CPU time.
 """
 
 import json
@@ -70,7 +71,7 @@ def _copying_seconds(file: Path, folder: Path) -> float:
 
 
 def _show_steps(folder: Path, dtype: str) -> None:
-    """Print what a recorded step costs beside one that is not, without its copies too."""
+    """Print what a recorded step costs beside an unrecorded one, with its copies and without."""
     words = ["--values", "--steps", f"{RECORDED[0]}:{RECORDED[-1] + 1}", *(["--dtype", dtype] if dtype else [])]
     out = f"recorded-{dtype}"
     printed, _, _ = _run(folder, "record", *words, "--out", out, "--", sys.executable, "train.py")

@@ -11,9 +11,10 @@ Substitution = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """A mistake in a layout of a program: substitutions, where it shows first, and words that a right cause has one of.
+    """A mistake in a layout of a program: substitutions, where it shows first, and words of right causes.
 
-    `place` is a pattern of the step, the phase, the module and the name of the first place.
+    `place` is a pattern of the step, the phase, the module and the name of the first place. A cause is right if it has
+    one of the words.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 SOURCES is a folder with the checked-out repositories that bench.parity_sources names (examples, picotron_tutorial,
 build-nanogpt). Each program is copied, with changed sizes and devices, and launched on one rank and in its layouts. An
-edit is a mistake that is substituted into the copy. Packages that a program imports must be installed, but for those
+edit is a mistake that is substituted into the copy. The packages that a program imports must be installed, except those
 that need a GPU.
 """
 

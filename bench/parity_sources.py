@@ -1,6 +1,6 @@
 """Training programs of others for bench.parity_programs: what is changed so that they run on CPUs, and their launches.
 
-Changes are of devices, of what the network would give, and of sizes. SEED in a change is the number of a run.
+What is changed: devices, sizes, and what the program would download. SEED in a change is the number of a run.
 """
 
 import json
@@ -279,9 +279,9 @@ PICOTRON_PP = _picotron(
 
 
 def _library(name: str, script: str, launcher: str = "", **more: Any) -> Program:
-    """A script of bench.parity_trainers, whose words are the rows of a rank and how many batches are accumulated.
+    """A script of bench.parity_trainers. Its arguments are the rows of a rank and how many batches are accumulated.
 
-    `launcher` is that of the first launch: that of accelerate launches no two processes without a GPU or MPI.
+    `launcher` starts the first launch. That of accelerate starts no two processes without a GPU or MPI.
     """
     return Program(
         name=name,

@@ -5,12 +5,12 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
 
     engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
     peers / bare ranks       the same workload in the same rounds by torch's threaded process group and LocalTensorMode
-    recorded / unrecorded    the same ranks with a recorder over without one
-    refused request          a wrong word on the command line over `python -c pass`
-    one case, further case   a run of one case on 2 ranks over `import torch`, and what each case more takes
+    recorded / unrecorded    the same ranks with a recorder over the same without
+    refused request          a command with a wrong word over `python -c pass`
+    one case, further case   a run of one case on 2 ranks over `import torch`, and the time of each further case
     real widths              a proof at hidden 2048 over its ranks alone, in CPU time; not with --quick
-    recorded program         a step of BERT-small under `shardproof record` over one without, and its interval; not with
-                             --quick
+    recorded program         a step of BERT-small under `shardproof record` over an unrecorded step, with the interval
+                             of the ratio; not with --quick
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
                              example
 """
@@ -52,7 +52,7 @@ from shardproof.reports.printing.text import show_busy
 ALLOWED_COST = 1.03
 """Largest ratio of a recorded step to a plain one."""
 ALLOWED_ERROR = 1e-12
-"""An example whose result is further from the dense pass than this would time another computation."""
+"""The largest error of an example. With a larger one the times would be those of another computation."""
 
 
 class Row(NamedTuple):

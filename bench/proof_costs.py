@@ -1,4 +1,4 @@
-"""Cost of a proof beside its indispensable parts, and of recording a program beside not recording it.
+"""What a proof costs beside its indispensable parts, and what recording a program costs.
 
 Programs that are compared take turns, each in a process of its own. Processor time is counted, since machines are
 shared. The recorded program has BERT-small's shape (4 layers, hidden 512, 8 heads, vocabulary 30522; arXiv:1908.08962).
@@ -48,11 +48,11 @@ parameters._latest = lambda *_: {{}}
 with InprocEngine() as engine:
     engine.run(lambda rank: subject(case, torch.device("cpu")), world_size=case.world_size, seed=case.seed)
 """
-"""The ranks of a case alone. Every one draws its own weights, as it would in a process of its own."""
+"""A program that runs the ranks of a case and nothing else. Every rank draws its own weights, like a process would."""
 
 
 def one_case(rounds: int) -> tuple[float, float]:
-    """CPU seconds of `shardproof run` of one case on 2 ranks, and its ratio to `import torch`."""
+    """CPU seconds of `shardproof run` of one case on 2 ranks, and their ratio to those of `import torch`."""
     best = _best({"import": _IMPORT, "case": _words_of_run("mode=tp tp=2")}, rounds)
     return best["case"], best["case"] / best["import"]
 
@@ -65,8 +65,9 @@ def further_case(rounds: int) -> float:
 
 
 def real_widths() -> tuple[float, float]:
-    """CPU seconds of a proof at real widths, and its ratio to that of its ranks; the cost of a tiny case is subtracted
-    from both.
+    """CPU seconds of a proof at real widths, and their ratio to those of its ranks.
+
+    The time of a tiny case is subtracted from the former, and that of the same program without ranks from the latter.
     """
     tiny = "mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8"
     best = _best(
@@ -115,7 +116,7 @@ def recorded_step(pairs: int) -> tuple[float, Interval]:
 
 
 def _make_training_step() -> Callable[[], None]:
-    """Step of the program."""
+    """A function that makes one training step of the recorded program."""
     layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 4 * HIDDEN, batch_first=True, dropout=0.0)
     stack = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(VOCAB, HIDDEN), stack, nn.Linear(HIDDEN, VOCAB)))

@@ -3,10 +3,9 @@
     python -m bench.same_results BASE [--cases 200] [--seed 0] [--work DIR]
 
 BASE (a checkout of the other commit) and this tree run the same cases: BASE's default run and `--cases` drawn ones.
-Compared are the digest of every outcome of every rank, bit for bit, and of every check its verdict and how many tensors
-it decides.
-Ledgers are compared row by row without `caller` and times. Messages may differ; the errors behind a verdict are
-compared and counted apart. Exit status: 0 equal, 1 not.
+Compared are the outcomes of all ranks by their digests, and the verdicts of all checks with how many tensors they
+decide. Ledgers are compared row by row without `caller` and times. Messages may differ; the errors behind verdicts are
+compared and counted separately. Exit status: 0 equal, 1 not.
 """
 
 import argparse

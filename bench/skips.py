@@ -21,11 +21,11 @@ NOWHERE: Mapping[str, str] = {
     "SHARDPROOF_TRACES": "traces of other projects, not ours to ship: run where the variable names their folder",
     "needs --ledger-baseline": "an option of the suites: tests/suites/test_own_words.py gives it, in a run of its own",
 }
-"""Part of a reason to skip -> why no environment of CI can run such a test."""
+"""Part of a reason to skip -> why no environment of CI can run tests that are skipped for it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the reports."""
+    """Compare the reports. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="bench.skips", description="tests that are skipped in every run")
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT")
     found = skipped_everywhere([report(path) for path in parser.parse_args(arguments).reports])
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(path: Path) -> dict[str, str]:
     """Every test of a report -> its reason to be skipped, empty when it has run. A known failure has run.
 
-    A test is `module.Class::name`; of a module that is skipped as a whole, a report has the module alone. Raises
-    SystemExit for a report of no test.
+    A test is `module.Class::name`. If a module is skipped as a whole, the report has only the module. Raises SystemExit
+    for a report without tests.
     """
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
@@ -51,14 +51,14 @@ def report(path: Path) -> dict[str, str]:
 
 
 def has_run(address: str, report: Mapping[str, str]) -> bool:
-    """Whether the report says so of a test, whose address is that of pytest: `tests/test_a.py::Class::name[word]`."""
+    """Whether a test has run by this report; `address` is pytest's: `tests/test_a.py::Class::name[word]`."""
     place, bracket, words = address.partition("[")
     *places, name = place.replace("/", ".").replace(".py::", "::", 1).split("::")
     return report.get("::".join((".".join(places), f"{name}{bracket}{words}"))) == ""
 
 
 def _reason(skip: ElementTree.Element) -> str:
-    """For a module that is skipped as a whole, the reason stands in the text alone, behind path and line."""
+    """The reason of a skip. For a module that is skipped as a whole only the text has it, after path and line."""
     text = str(skip.text).strip()
     return skip.get("message", text) if skip.get("type") == "pytest.skip" else text
 
@@ -75,7 +75,7 @@ def skipped_everywhere(reports: Sequence[Mapping[str, str]]) -> dict[str, list[s
 
 
 def _enclosing_places(place: str) -> Iterable[str]:
-    """A place and everything around it: the class of a test, its module, packages."""
+    """A place and all that contain it: the class of a test, its module, packages."""
     words = place.split(".")
     return (".".join(words[:end]) for end in range(1, len(words) + 1))
 

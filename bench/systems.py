@@ -106,9 +106,9 @@ class System(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell. If it is not expected to pass, its output must have the text `needle`.
+    """A case of a subject on an engine. If it is not expected to pass, its output must have the text `needle`.
 
-    `kept`: whether the page keeps its calls and bytes.
+    `kept`: whether the page has its calls and bytes.
     """
 
     system: System
@@ -163,7 +163,7 @@ CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
 
 
 Ledger = tuple[int, int]
-"""Calls in forward and backward, and payload bytes, of a rank."""
+"""How many calls a rank makes in forward and backward, and their payload bytes."""
 
 
 class Seen(NamedTuple):
@@ -297,8 +297,8 @@ def stored_on(page: Path) -> dict[tuple[str, ...], Ledger]:
 
 
 def page(seen: Sequence[Seen], took: dict[System, tuple[str, float]], absent: dict[System, str]) -> str:
-    """docs/systems.md: what stands above its first table stays, and so do row and section of a system that was not run.
-    `took` has version and seconds of those that were, `absent` why others were not.
+    """The text of docs/systems.md. What is above its first table stays, and so do the row and section of a system that
+    was not run. `took` has version and seconds of systems that were run, `absent` why others were not.
     """
     head, _, older = PAGE.read_text("utf-8").partition("| system |")
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in older.partition("\n## ")[0].splitlines()[2:]}

@@ -2,27 +2,26 @@
 
     replaced     | by
     branches     | the attention of every layer
-    placements   | down projections of latent_down=column are split by rows
-    partial      | those of latent_down=duplicated have seen the tokens of one rank where these are split
-    activation   | latents beside the heads, which lie as those of the plain attention
+    placements   | down projections are split by rows with latent_down=column
+    partial      | the gradients of duplicated down projections, if hidden states are split
+    activation   | the latents; they lie as hidden states do, and before their norms are whole with latent_down=column
     rows         | the calls of the table below; up projections are column linears
 
-Every rank has short latents, and projects them to whole heads. Between the two projections come latents of queries and
-of keys with values, and the rotary features of a key, the same for all heads:
+Down projections make short latents, one of queries and one of keys with values, and the rotary features of a key, which
+are the same for all heads. Every rank projects the latents up to its own heads. So it needs all features of both:
 
-    down projection | hidden states | how they come to all ranks               | backward
-    duplicated      | whole         | every rank computes them                 | rotary keys: all-reduce
-    duplicated      | split         | of its tokens; rotary keys: all-gather   | rotary keys: reduce-scatter
-    column          | whole         | columns, all-gather of features          | rotary keys: all-reduce; own slice
-    column          | split         | the same; latents: own tokens            | the same, and latents: all-gather
+    down projection | hidden states | forward                                      | backward
+    duplicated      | whole         | every rank computes all                      | rotary keys: all-reduce
+    duplicated      | split         | own tokens; rotary keys: all-gather          | rotary keys: reduce-scatter
+    column          | whole         | own features, all-gather                     | rotary keys: all-reduce; own slice
+    column          | split         | the same, then latents: slice of own tokens  | the same, latents: all-gather first
 
 A latent enters the up projection as hidden states enter a column linear, so that its gradient comes back complete. A
-rotary key serves the heads of every rank, and each rank computes its own heads' part of the gradient. So the sum over
-tp is due exactly once, before anything upstream of the key. Source: arXiv:2405.04434; Megatron-Core 0.16.1
-`MLASelfAttention` (experts.md 23.2). Megatron leaves the sum out but for duplicated projections with split hidden
-states.
+rotary key serves the heads of every rank, and each rank computes its own heads' part of the gradient. So the gradient
+is summed over tp once, before it goes further back. Source: arXiv:2405.04434; Megatron-Core 0.16.1 `MLASelfAttention`
+(experts.md 23.2). Megatron sums only for duplicated projections with split hidden states.
 
-Context ranks exchange keys and values of one width: there values are filled with zeros up to that of a key.
+Context ranks exchange keys and values of one width: values are filled with zeros up to the width of a key.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,9 +62,9 @@ class Duplicated(nn.Module):
 class LatentAttention(Attention):
     """The attention of `parallel.layers.attention` with other projections.
 
-    They hold `wdq`, `q_latent_norm` and `wuq`, or `wq`; `wdkv`, `kv_latent_norm`, `wukv`; `wo`. A head has `rotary`
-    last features that positions turn, a value `value` features. `columns`: the down projections return all features of
-    all tokens, else whole features of the tokens that hidden states have here.
+    These are `wdq`, `q_latent_norm` and `wuq`, or `wq`; `wdkv`, `kv_latent_norm`, `wukv`; `wo`. Positions turn the last
+    `rotary` features of a head; a value has `value` features. With `columns` the down projections return all features
+    of all tokens, otherwise those of the tokens whose hidden states are here.
     """
 
     wdq: nn.Module
@@ -92,7 +91,7 @@ class LatentAttention(Attention):
         return q.unflatten(-1, (-1, dim)), k, v
 
     def _enter_latent(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """The latent of keys and values, split as hidden states are, and the rotary keys of all tokens."""
+        """The latent of keys and values, which lies as hidden states do, and the rotary keys of all tokens."""
         latent, turned = joined.split((joined.shape[-1] - self.rotary, self.rotary), -1)
         axis, dim = self.region.axis, self.region.sequence_dim
         if self.columns or dim is None:
@@ -100,7 +99,7 @@ class LatentAttention(Attention):
         return latent, pairs.gather_from_sequence(turned, axis, dim=dim)
 
     def _own_tokens(self, latent: Tensor) -> Tensor:
-        """A latent of the tokens whose hidden states are here."""
+        """The part of a latent for the tokens whose hidden states are here."""
         if not self.columns or self.region.sequence_dim is None:
             return latent
         return pairs.scatter_to_sequence(latent, self.region.axis, dim=self.region.sequence_dim)

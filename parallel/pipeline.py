@@ -3,20 +3,18 @@
 Each stage holds consecutive layers, and activations travel from stage to stage. `CasePipeline` is the pipeline as
 `predict` reads it: which stages are alike, what each does in a step.
 
-A rank builds and fills what its stages hold. The last stage has loss and number of tokens, the others 0, and both are
-summed over the pipeline. So is the squared norm, in which a tied token table counts on the first stage alone. Its
-gradient is summed over the first and the last stage once a step, after the sums over data ranks (around.md 18.2). Both
-copies thus take the same steps.
-
-A rank runs the forwards, backwards and messages of its stages in the order of the schedule.
+A rank builds only what its stages hold. The last stage has the loss and the number of tokens, the others 0, and both
+are summed over the pipeline. The squared norm is summed too; a tied token table counts in it only on the first stage.
+The table's gradient is summed over the first and the last stage once a step, after the sums over data ranks (around.md
+18.2), so that both copies take the same steps.
 
 A message is an activation or its gradient, in the case's dtype and the mode's layout, of the tokens on this rank.
 Messages that are issued together are one batch of isend and irecv over the pipeline's group, and all of it is awaited
 at once. A received activation is an empty tensor that requires a gradient; that gradient is sent back.
 
-Interleaved stages on two ranks send both activations and gradients to the same rank in one batch, where messages are
-matched by order alone. Gradients have a group of their own there, which makes two batches (around.md 13.4). Source:
-Megatron-Core 0.16.1 `schedules.py`, `p2p_communication.py` (around.md 13.1, 13.2, 13.4).
+Interleaved stages on two ranks would send activations and gradients to the same rank in one batch, in which messages
+are matched only by their order. So gradients have a group of their own there, which makes two batches (around.md 13.4).
+Source: Megatron-Core 0.16.1 `schedules.py`, `p2p_communication.py` (around.md 13.1, 13.2, 13.4).
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +67,7 @@ def with_channels(rank: Rank) -> Rank:
 
 
 def as_scheduled(rank: Rank, step: int, by: "type[StageRun] | None" = None) -> Scheduled:
-    """All micro-batches of a step in the order of the schedule; `by` may be a subclass of `StageRun`."""
+    """Run all micro-batches of a step in the order of the schedule; `by` may be a subclass of `StageRun`."""
     axis = rank.mesh.axis("pp")
     pipeline, run = pipeline_of(rank.case), (by or StageRun)(rank, step)
     for together in program(pipeline, axis.rank):
@@ -85,7 +83,7 @@ def as_scheduled(rank: Rank, step: int, by: "type[StageRun] | None" = None) -> S
 
 
 class StageRun(MicroBatches):
-    """The micro-batches of a rank's stages. Tensors that come in and go out are kept by micro-batch and stage."""
+    """The micro-batches of a rank's stages. It keeps their inputs and outputs by micro-batch and stage."""
 
     def __init__(self, rank: Rank, step: int) -> None:
         super().__init__(rank, step)
@@ -99,9 +97,8 @@ class StageRun(MicroBatches):
         torch.autograd.backward(self.outputs.pop(key), self._gradients.pop(key, None))
 
     def exchange(self, messages: Sequence[Action], peers: Sequence[int]) -> None:
-        """Issue these messages together and wait for all of them; `peers` are the global ranks at their ends.
-
-        They are one batch in each group.
+        """Issue these messages, in one batch for each group, and wait for all of them; `peers` are the global ranks at
+        their ends.
         """
         axes = self.rank.mesh.axes
         batches: dict[str, list[dist.P2POp]] = {}
@@ -162,9 +159,7 @@ def apply(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _messages(case: Case) -> Iterator[CallRow]:
-    """Activations are sent on and gradients back, across every border of two stages. If they are split, each rank sends
-    its part.
-    """
+    """The messages between stages, activations forward and gradients back. Each rank sends what it has of them."""
     elements = "slice_tokens // tp * hidden" if case.system.sequence else ACTIVATION
     for op, when, why in (
         ("send", "not last", "activations to the next stage"),
@@ -176,16 +171,14 @@ def _messages(case: Case) -> Iterator[CallRow]:
 
 
 def _on_stages(place: Placement, ranks: Sequence[Sequence[Stage]], name: str) -> Placement:
-    """The placement of a parameter that only some ranks of a pipeline hold. The cuts of the other
-    axes apply to it too.
-    """
+    """The placement of a parameter with a further cut: only the ranks of a pipeline whose stages hold it have it."""
     whole = range(place.shape[0])
     parts = tuple((whole,) if any(stage.holds(name) for stage in own) else () for own in ranks)
     return replace(place, cuts=(Cut(axis="pp", held=parts), *place.cuts))
 
 
 def _over_embedding(rank: Rank) -> None:
-    """The sum of the token table's gradient over the first and the last stage."""
+    """Sum the token table's gradient over the first and the last stage."""
     if "embedding" in rank.mesh.axes:
         sum_gradients([rank.step.partial(rank)[TABLE]], rank.mesh.axis("embedding"))
 

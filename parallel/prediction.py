@@ -2,26 +2,25 @@
 
     added to     | what
     behind_head  | the depths, whose losses are attached to the logits
-    local        | the micro-batch as tokens see it 1, 2, .. places on, moved before it is sliced
-    schedule     | before its first micro-batch: the tokens of the step that count, by which the losses are divided
-    activation   | the norms of both inputs and their projection, which lie as hidden states
+    local        | the micro-batch moved by 1, 2, .. places, before it is sliced
+    schedule     | counts the step's tokens before its first micro-batch; the losses are divided by these numbers
+    activation   | the norms of both inputs and their projection, which lie as hidden states do
     rows         | embedding, head and loss once more for every depth, on the last stage; the projections; the counts
 
-Depth k (from 0) predicts k + 2 places on; its modules are on the stage with the head.
+Depth k (from 0) predicts the token k + 2 places on; its modules are on the stage with the head.
 
     hidden states | eh_proj [enorm(e) | hnorm(h)], e the embedding of the tokens k + 1 places on      | backward
     whole         | column linear of 2 * hidden features, all-gather of its features                  | own slice
     split         | the same, then own tokens                                                         | all-gather first
 
-The output of eh_proj is whole or split again, so that its gradient is whole on every rank by then. Behind the gather of
-features backward takes the own slice; a reduce-scatter there would count it once for every rank. Layers are those of
-every transformer layer. Embedding and head are the model's own, so that their gradients are sums over all uses. On
-several stages the last one holds a copy of the token table, whose gradients are summed as those of a tied one.
+The output of eh_proj lies as hidden states do. So at the gather of features every rank has the whole gradient, and
+takes its own slice; a reduce-scatter would add the same gradient up over the ranks. The layer of a depth is made as
+every transformer layer. Embedding and head are the model's own, so their gradients are sums over all uses. In a
+pipeline the last stage holds a copy of the token table, whose gradients are summed as those of a tied table.
 
-A token and the one some places further on are of one document where their positions differ by as many. Positions
-restart in every document of a packed row, and count on through a row that is one. Rows are moved whole, before context
-ranks take their slices, so that no rank needs tokens of a neighbour. Source: Megatron-Core 0.16.1
-`MultiTokenPredictionLayer` (experts.md 24.1).
+Two tokens are of one document if their positions differ by their distance. Positions restart in every document of a
+packed row, and count on through a row with one document. Rows are moved before context ranks take their slices, so no
+rank needs tokens of a neighbour. Source: Megatron-Core 0.16.1 `MultiTokenPredictionLayer` (experts.md 24.1).
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +57,7 @@ from shardproof.reference.model.parameters import dtype_of
 
 
 def shift_batch(batch: Delivered, places: int) -> Delivered:
-    """Every token, label and position from `depth` places later in its document, and the mask of the label.
+    """The batch with the token, label, position and mask that come this many places later in the same document.
 
     Behind the document's end token and position are 0, the label is IGNORED and the mask 0.
     """
@@ -81,8 +80,8 @@ def _ahead(x_BS: Tensor, places: int, filled: int) -> Tensor:
 
 
 def counts(rank: Rank, step: int) -> Tensor:
-    """The number of tokens that count in a step, float64 [1 + depths]: of the main loss and of every depth, on all data
-    ranks.
+    """The numbers of tokens that count in a step, on all data ranks: of the main loss and of every depth, float64
+    [1 + depths].
 
     The ranks that read micro-batches count for their data rank; the other ranks of tp receive the numbers.
     """
@@ -100,7 +99,7 @@ def counts(rank: Rank, step: int) -> Tensor:
 
 
 class Projection(ColumnLinear):
-    """A column linear whose features are gathered; its output is laid out as hidden states are."""
+    """A column linear whose features are gathered; its output lies as hidden states do."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., .., 2 * hidden] -> hidden states."""
@@ -110,7 +109,7 @@ class Projection(ColumnLinear):
 
 
 class Depth(nn.Module):
-    """A depth: two norms, the projection of both to hidden states, a transformer layer, the norm of the head."""
+    """A depth: two norms, the projection of their outputs, a transformer layer, the norm before the head."""
 
     def __init__(self, norms: Callable[[], Norm], eh_proj: Projection, layer: nn.Module) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class Depth(nn.Module):
 
 
 class Depths(nn.Module):
-    """All depths. Their summed losses are multiplied by `factors` [depths] in this step."""
+    """All depths. `factors` [depths] multiply their summed losses in this step."""
 
     def __init__(
         self,
@@ -218,9 +217,9 @@ def _parts(strategy: Strategy, case: Case, mesh: Mesh, device: torch.device) -> 
 
 
 def _weigh(rank: Rank, step: int) -> None:
-    """Count the tokens of a step where its loss is computed.
+    """Set the factors of the depths' losses on the last stage, from the numbers of tokens that count.
 
-    Depth k has the weight weight / D * N / N_k, because the step divides by N.
+    Depth k has the factor weight / D * N / N_k, because the step divides by N.
     """
     stage, model = rank.chunks[-1]
     if not stage.last:

@@ -122,9 +122,9 @@ _PLANTING = threading.Lock()
 
 
 def _with_variant(variant: str) -> Any:
-    """The subject with a bug of `bugs/variants.txt`, planted in a second copy of this package once a process.
+    """The subject with a bug of `bugs/variants.txt`, planted in a second copy of this package.
 
-    The closed form stays the right one. Ranks that are threads wait until the first of them has planted it.
+    A process plants it once: ranks that are threads wait for the first of them.
     """
     with _PLANTING:
         return _plant(variant)

@@ -8,10 +8,10 @@ Between the last backward and the optimizer, once a step (Megatron-Core `finaliz
     3. loss sum and token count, one all-reduce SUM of float64 [2] over each loss axis; then the mean
     4. over the weight axis: the squared norm, one all-reduce SUM of a scalar
 
-The strategy's `Step` (`parallel.model.strategy`) defines the parts of a step; schemes replace some, `PLAIN` is the
-rest. The outcome is what this rank holds: shards of what is split, full tensors of what is whole, padding never. Logits
-are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed data_rank * micro + m. Activations are alike, of
-micro-batch 0; row data_rank * batch + b, packed data_rank.
+The strategy's `Step` (`parallel.model.strategy`) is `PLAIN`, some of whose parts schemes replace. The outcome is what
+this rank holds, without padding. Logits are [rows, seq, width]; sequence b of micro-batch m is row (data_rank * micro +
+m) * batch + b, a packed row is row data_rank * micro + m. Activations are those of micro-batch 0, numbered in the same
+way with micro = 1.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def sum_gradients(gradients: Iterable[Tensor], axis: Axis) -> None:
 
 
 def sum_scalars(loss: Tensor, tokens: Tensor, axes: Iterable[Axis]) -> tuple[Tensor, Tensor]:
-    """Loss sum and token count over all ranks with other data, as float64 scalars."""
+    """The sums of loss and token count over these axes, as float64 scalars."""
     pair = torch.stack([loss.double(), tokens.double()])
     for axis in axes:
         pair = all_reduce(pair, axis)
@@ -117,7 +117,7 @@ class MicroBatches:
         return rank.has_numbers and rank.chunks[-1][0].last and small
 
     def forward(self, micro: int, chunk: int = 0, received: Tensor | None = None) -> Tensor:
-        """Run a stage's layers on a micro-batch; return what it sends on, or on the last stage the summed loss."""
+        """Run a stage's layers on a micro-batch; return its hidden states, or on the last stage the summed loss."""
         rank, strategy = self.rank, self.rank.strategy
         stage, model = rank.chunks[chunk]
         batch = rank.parts.local(deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage))
@@ -295,9 +295,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
 
 
 def _place(case: Case, strategy: Strategy, module: str) -> Placement:
-    """The placement, for a data rank's rows, of the tensor that dropout reads: a module's output or
-    attention's shares.
-    """
+    """The placement, for a data rank's rows, of a module's output or of attention's shares."""
     place = strategy.shares(case) if module == SHARES else strategy.activation(case, module)
     assert place is not None  # every mode says how hidden states lie
     return place
@@ -311,9 +309,7 @@ def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:
 
 
 def _state_after(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dict[str, Value]:
-    """The state after this step: parameters as they lie, and the optimizer's states, which lie as the tensors that it
-    steps.
-    """
+    """The parameters and the optimizer's states after this step, with their places."""
     return {
         state: rank.value(tensor, (rank.places if state.startswith("param_") else rank.updated_places)[name])
         for state, name, tensor in states_after(rank.case, step, rank.parameters, optimizer, updated=rank.updated)
@@ -334,10 +330,10 @@ def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
 
 
 def _unscale(rank: Rank, scale: LossScaling) -> bool:
-    """Divide all gradients by the scale, in place, and update it. Returns whether one of any rank is not finite.
+    """Divide all gradients by the scale, in place, and update the scale. Returns whether any rank has an infinite one.
 
-    Unlike Megatron's, a skipped step still computes its norm, and gathers parameters that did not change, so that the
-    calls follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimizer` (around.md 15.2).
+    Unlike in Megatron, a skipped step still computes its norm and gathers the unchanged parameters, so that its calls
+    follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimizer` (around.md 15.2).
     """
     gradients = rank.gradients().values()
     mine = torch.stack([(~torch.isfinite(gradient)).any() for gradient in gradients]).any()

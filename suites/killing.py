@@ -5,7 +5,7 @@ source is not ours to change, gets the faults. `quick` takes one mode a mutant, 
 collective is known from the ledger of an undisturbed run. Every fault of it must be killed by a check or proved
 equivalent: the others are redundant traffic or a blind spot.
 
-`scripts` are planted bugs that stand alone: shrunk to a small case, the right values inside, plain torch around it.
+`scripts` makes scripts of planted bugs that need no shardproof: a small case and its right values in plain torch.
 """
 
 import difflib
@@ -61,10 +61,10 @@ _ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillPlan:
-    """Rows to come in one mode: a mutant or variant by name, or some faults of a case by their objects.
+    """Rows to come in one mode: a mutant or variant by name, or some faults of a case.
 
-    A run of theirs may take `timeout_s` seconds; cases of mutants are of `dtype` where such can show them. With `twin`
-    a mutant is measured beside its case without it.
+    One of their runs may take `timeout_s` seconds. Cases of a mutant are of `dtype` if such cases can show it. With
+    `twin` the case of a mutant is also run without it.
     """
 
     mode: str
@@ -77,7 +77,7 @@ class KillPlan:
 
     @property
     def rows(self) -> int:
-        """How many rows it will give."""
+        """How many rows the plan will give."""
         return len(self.faults) or 1
 
 
@@ -91,12 +91,12 @@ def plan_kills(
     dtype: str = "",
     field: bool = False,
 ) -> list[KillPlan]:
-    """Plans of bugs in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
+    """Plans of bugs in this subject. `only` "held-back" takes only those mutants, "open" everything else.
 
-    `field`: only mutants and variants of public issues, each with its case without the bug, and no faults. With `cases`
-    the faults of their collectives, and no mutants. With `dtype` all are shown in cases of it, except mutants that only
-    other dtypes show. Raises RequestError if the subject takes none of the cases that would show a fault, refuses a
-    given one, has no such mutants, or is not ours and a dtype is given.
+    With `field` they are mutants and variants of public issues, each beside its case without the bug, and no faults.
+    With `cases` they are the faults of the collectives of these, and no mutants. With `dtype` cases are of that dtype,
+    except for mutants that only other dtypes show. Raises RequestError if the subject takes none of the cases that
+    would show a fault, refuses a given one, has no such mutants, or is not ours and a dtype is given.
     """
     if field and (cases or subject.name != SUBJECT):
         raise RequestError(f"--field: is of bugs planted in {SUBJECT}; legal: no CASE and no --subject")
@@ -169,7 +169,7 @@ def plan_disturbed(
 ) -> list[KillPlan]:
     """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses.
 
-    With `only` those of this case; with `dtype` of the usual cases in it.
+    With `only` they are those of this case, with `dtype` those of the usual cases in that dtype.
     """
     plans, known = [], set[str]()
     for case in [only] if only else _cases_to_disturb(subject, mode, quick, dtype):
@@ -194,8 +194,8 @@ def _cases_to_disturb(subject: NamedSubject, mode: str, quick: bool, dtype: str)
 
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
-    """Faults to survey together: at least _AT_ONCE, except in the last group, with the faults of one target in one
-    group.
+    """Groups of faults to survey together, each of at least _AT_ONCE except the last one. The faults of one target are
+    in one group.
     """
     part: tuple[Fault, ...] = ()
     for _, of_target in itertools.groupby(faults, key=lambda fault: fault.target):
@@ -320,9 +320,9 @@ mode, up to this.
 
 
 def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:
-    """(name, text of the script, "") of this bug, or of "all" open ones; without text, why there is none.
+    """(name, text of the script, "") of this bug, or of "all" open ones. Without a script: (name, "", the reason).
 
-    With `field` of those of public issues. Raises RequestError for a name that no open mutant or variant has.
+    With `field` only bugs of public issues count. Raises RequestError for a name that no open mutant or variant has.
     """
     known = {row.name: row for row in (FIELD if field else (*MUTANTS, *VARIANT_ROWS))}
     if name != "all" and name not in known:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, 3 * settings().max_examples // 8)
-"""Training is held to what these gradients make of the parameters, so fewer are drawn."""
+"""Fewer cases than the profile says: test_training checks what these gradients make of the parameters."""
 
 
 @settings(max_examples=EXAMPLES)

@@ -65,7 +65,7 @@ def differences(case: CaseLike, subject: str | NamedSubject, engines: Mapping[st
 
 
 def describe_differences(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator[str]:
-    """In which words two results of a case differ. `dry`: the other has some of the checks and ranks only."""
+    """How two results of a case differ, in words. `dry`: the other one has only some of the checks and ranks."""
     verdicts, theirs = _verdicts(one), _verdicts(other)
     if dry:
         verdicts = {check: verdict for check, verdict in verdicts.items() if check in theirs}
@@ -105,7 +105,7 @@ def _rows(events: Sequence[Event], ranks: set[int] | None = None) -> list[tuple[
 
 SMALL: dict[str, Any] = {"layers": 1, "micro": 2, "steps": 2}
 LARGEST_WORLD = 4
-"""Ranks that are processes at the same time."""
+"""The most ranks that are processes at the same time."""
 
 
 def cases_to_compare(prover: Prover) -> list[CaseLike]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)
-"""Training is held to the same in as many cases as the profile says, so fewer are drawn."""
+"""Fewer cases than the profile says: test_training checks the same in as many as it says."""
 
 
 @settings(max_examples=EXAMPLES)

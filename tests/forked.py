@@ -50,11 +50,11 @@ class Forked:
         return (self.folder / "stderr").read_text()
 
     def send(self, signum: int) -> None:
-        """A signal to the process alone."""
+        """Send a signal to the process, and not to its children."""
         os.kill(self.pid, signum)
 
     def ended(self, timeout_s: float = 60.0) -> int:
-        """Its exit status, or the negative number of the signal that killed it. Raises TimeoutError, and kills it."""
+        """The exit status, or minus the signal that killed it. Kills it, and raises TimeoutError, if it runs on."""
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.send(signal.SIGKILL)

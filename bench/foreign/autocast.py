@@ -1,4 +1,4 @@
-"""Float32 weights under torch.autocast to bfloat16, split over tp; what is stated as `compute_dtype`."""
+"""Float32 weights under torch.autocast to bfloat16, split over tp. The subject states `compute_dtype`."""
 
 import torch
 import torch.distributed as dist

@@ -31,7 +31,7 @@ def subject(case, device):
         g = torch.Generator().manual_seed(case.seed % 2**40 + 1000 * i)
         p.data = torch.empty(p.shape, dtype=torch.float64).normal_(0, 0.3, generator=g).to(dtype)
     model.frozen.requires_grad_(False)
-    model.embedding.weight.data[0] = 0  # as a padding token
+    model.embedding.weight.data[0] = 0  # token 0 is the padding token
     ddp = DDP(model, bucket_cap_mb=case.bucket_kb / 1024, gradient_as_bucket_view=case.view)
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.8, 0.95))
     rank, results = dist.get_rank(), {}

@@ -81,7 +81,7 @@ NAMES = ("table", "first", "second", "bias")
 def subject(case, device):
     rank, world = dist.get_rank(), dist.get_world_size()
     whole, *dense = tables(case)
-    mine = torch.arange(rank, case.items, world)  # round robin: rows are no block, so they are put back to be returned
+    mine = torch.arange(rank, case.items, world)  # dealt out in turn: no block, so a full table is returned
     table, dense = nn.Parameter(whole[mine].clone()), [nn.Parameter(t) for t in dense]
     sgd, adam, out = torch.optim.SGD([table], lr=0.5), torch.optim.Adam(dense, lr=0.01, eps=1e-5), {}
 

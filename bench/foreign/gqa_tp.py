@@ -57,7 +57,7 @@ class Enter(torch.autograd.Function):
         return g, None
 
 
-def my_rows(case, name, rank):  # of the features of heads: first and number
+def my_rows(case, name, rank):  # the first of its rows, which are features of heads, and their number
     if name[0] == "q":
         return rank * case.heads // case.tp * case.head_dim, case.heads // case.tp * case.head_dim
     many = max(case.kv_heads // case.tp, 1)

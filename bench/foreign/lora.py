@@ -1,7 +1,7 @@
 """Low-rank adapters beside frozen projections under tensor parallelism.
 
-Of a column-parallel layer A is whole and B is split, of a row-parallel one A is split and B is whole. Only adapters are
-trained, with a learning rate of their own for B (LoRA+).
+In a column-parallel layer A is whole and B is split, in a row-parallel one A is split and B is whole. Only adapters are
+trained, B with another learning rate than A (LoRA+).
 """
 
 import torch

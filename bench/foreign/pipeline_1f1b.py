@@ -117,7 +117,7 @@ def subject(case, device):
     return out
 
 
-def stage_tensor(tensor):  # by this stage alone
+def stage_tensor(tensor):  # returned by this stage alone
     return Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 

@@ -51,7 +51,7 @@ def start(case, dtype):
 def data(case, step, micro, dp_rank, dtype):
     numbers = list(case.samples(step, micro, dp_rank, case.rows))
     x = torch.stack([draw_normal(10**7 + n + case.seed, case.length, case.width) for n in numbers]).to(dtype)
-    length = torch.tensor([case.length - n * 7 % 5 for n in numbers])  # of each row; behind it nothing counts
+    length = torch.tensor([case.length - n * 7 % 5 for n in numbers])  # of each row; later places do not count
     return x, torch.arange(case.length) < length[:, None]
 
 

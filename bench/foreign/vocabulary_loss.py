@@ -1,6 +1,6 @@
 """A head over a vocabulary that is split unevenly over tp, and its cross-entropy without gathering a logit.
 
-Labels of -100 do not count, and each data rank has another number of those that do.
+Labels of -100 do not count, and data ranks have different numbers of labels that do.
 """
 
 import torch
@@ -30,7 +30,7 @@ def text(case, step, micro, dp):
         g = torch.Generator().manual_seed(n + (case.seed & 0xFFFFFF) * 1000)
         row = torch.randint(case.vocab, (case.length + 1,), generator=g)
         label = row[1:].clone()
-        label[: n % case.length] = IGNORED  # as of a prompt
+        label[: n % case.length] = IGNORED  # like a prompt
         x.append(row[:-1])
         y.append(label)
     return torch.stack(x), torch.stack(y)

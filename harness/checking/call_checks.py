@@ -63,7 +63,7 @@ def find_strays(calls: Calls, claims: Claims) -> Sequence[Event]:
 
 
 def _legal_groups(axes: Axes, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The rank lists of every axis of the case and of those of these names that join some, such as "dp_cp"."""
+    """The rank lists of every axis of the case, and of those of these names that join several axes, such as "dp_cp"."""
     joint = {name: name.split("_") for name in names if name not in axes}
     return {
         **axes,
@@ -84,7 +84,7 @@ def _connected_ranks(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...],
 def check_order(calls: Calls, dry: DryRun) -> Finding:
     """Whether ranks that share a group issue the same calls in it in the same order.
 
-    For ranks without numbers: others end in an error of the engine if they do not.
+    Only dry runs need this check. In other runs the engine raises if ranks issue different calls.
     """
     if broken := same_sequence(group_events(calls.events), calls.ran):
         return report_broken_law(broken[0])
@@ -98,9 +98,9 @@ def check_order(calls: Calls, dry: DryRun) -> Finding:
 
 
 def check_waits(calls: Calls) -> Finding | None:
-    """Whether every asynchronous call was waited for: the result of one that was not may be used before it is complete.
+    """Whether every asynchronous call was waited for. Without a wait its result may be used before it is complete.
 
-    The result of a functional collective waits when it is read, so one that was never waited for was never read.
+    Reading the result of a functional collective waits for it, so one that was never waited for was never read.
     """
     if not calls.unwaited:
         started = sum(event.is_async for event in calls.events)

@@ -1,11 +1,11 @@
-"""The checks of a case: `CHECKS` for every subject, `LAWS` too for one with a truth of its own; `run_checks` runs them.
+"""The checks of a case: `CHECKS` for every subject, and `LAWS` for subjects with a truth of their own.
 
-Four more names are no functions here: `supported` for a case that the subject refuses, `run` for one that raised,
-`explanation` for causes that could not be searched, and `truth` for a case that the dense model refuses.
+Four names of verdicts have no function here: `supported` for a case that the subject refuses, `run` for one that
+raised, `explanation` for causes that could not be searched, and `truth` for a case that the dense model refuses.
 
 A check is a pure function of the records that its signature names (harness.checking.records). It runs only if all of
-them were made, except those of parameters with a default. None means that there is nothing to check (the subject
-returned nothing of the kind), and then there is no verdict. An exception inside a check is `unknown` with its text,
+them were made, except for parameters with a default. It returns None if there is nothing to check, because the subject
+returned nothing of the kind; then there is no verdict. An exception inside a check makes it `unknown` with that text,
 never a pass.
 """
 
@@ -35,7 +35,7 @@ Check = Callable[..., Finding | None]
 
 @cache
 def _parameters_of_check(check: Check) -> Mapping[str, tuple[type, bool]]:
-    """The parameters of a check: name -> the record that it reads, and whether it needs it."""
+    """The parameters of a check: name -> the record that it reads, and whether it must have been made."""
     read = {}
     for name, parameter in inspect.signature(check, eval_str=True).parameters.items():
         record = next(iter(get_args(parameter.annotation)), parameter.annotation)
@@ -57,7 +57,7 @@ def select_checks_by_need(checks: Mapping[str, Check], *records: type) -> dict[s
 
 
 def run_check(check: Check, records: Iterable[object]) -> Finding | None:
-    """The finding of a check on these records; None if one that it needs is missing."""
+    """The finding of a check on these records; None if a record that it needs is missing."""
     made = {type(record): record for record in records}
     if not records_of(check) <= made.keys():
         return None

@@ -15,15 +15,15 @@ from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, notes_about,
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ROUTING = "routing"
-"""The kind of names that needs no truth, since copies are compared (harness.checking.routing_checks)."""
+"""A kind of names that is checked without a truth too: copies are compared (harness.checking.routing_checks)."""
 
 
 def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
-    Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Missing names of a kind that
-    it returns, and names that the truth does not have, make the verdict unknown. With `subject.unchecked`, patterns of
-    names, it declares the names that are missing on purpose.
+    If the subject never returns a kind of names ("grad", "logits"), that is only listed as unchecked. If it returns
+    some names of a kind and lacks others, or has names that the truth lacks, the verdict is unknown. In
+    `subject.unchecked` it declares, as patterns, the names that are missing on purpose.
     """
     returned = run.returned
     comparable = [name for name in truth.tensors if name in returned]
@@ -47,7 +47,7 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
         return Finding(verdict=FAIL, facts=(nothing,), notes=notes, names=strange, decided=decided)
     named = {name for outcome in run.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # the subject may have modules that the truth lacks
-    # Without choices in the truth, copies of them are compared with each other.
+    # If the truth has no choices of experts, copies of the ranks' choices are compared with each other.
     if not any(kind_of(name) == ROUTING for name in truth.tensors):
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(truth.tensors, strange)  # the check of the update reports these
@@ -80,7 +80,7 @@ def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _describe_gaps(missing: Sequence[str], named: set[str]) -> list[Fact]:
-    """Missing names of a kind of which the subject returned others, one fact for each kind."""
+    """One fact for each kind of which the subject returned some names and not these."""
     kinds = {kind_of(name) for name in named}
     gaps = []
     for kind in dict.fromkeys(map(kind_of, missing)):
@@ -116,7 +116,7 @@ def check_layout(run: RecordedRun) -> Finding | None:
 
 def check_replicas(run: RecordedRun) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; the check `routing` does this
-    for choices of experts. Replicas that differ most come first.
+    for choices of experts. The names whose replicas differ most come first.
     """
     conflicts = [flaw for flaw in run.merged.flaws if flaw.kind == "replica conflict"]
     conflicts = [flaw for flaw in conflicts if kind_of(flaw.name) != ROUTING]
@@ -130,7 +130,7 @@ def check_replicas(run: RecordedRun) -> Finding | None:
 
 
 def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str, with_some: str) -> Finding | None:
-    """The finding on these flaws. `ids` are of the facts without flaws and with some."""
+    """The finding on these flaws. `without` is the id of the fact if there are none, `with_some` otherwise."""
     names = run.returned
     if not names:
         return None

@@ -9,7 +9,7 @@ from shardproof.harness.verdicts.words import join_facts
 
 
 def apart_by(dtype: str, name: str, spread: float) -> Worst:
-    """The figures of a tensor whose replicas, or values in two runs, differ by this ratio, where none is allowed."""
+    """The figures of a tensor whose replicas, or values in two runs, differ by this ratio and may not differ at all."""
     return Worst(name=name, error=spread, allowed=0.0, epsilons=spread / epsilon(dtype))
 
 
@@ -17,11 +17,11 @@ def apart_by(dtype: str, name: str, spread: float) -> Worst:
 class Finding:
     """The finding of a check: the verdict, what it states (`facts`), and what it could not check (`notes`).
 
-    `names` are those of wrong tensors, the one in question first. `worst` is the tensor or event closest to its limit
-    or furthest beyond it; None if nothing is measured. `kind`: how calls differ ("missing"), "" if no calls are
+    `names` are the wrong tensors, first the one that the facts are about. `worst` is the tensor or event closest to its
+    limit or furthest beyond it; None if nothing is measured. `kind`: how calls differ ("missing"), "" if no calls are
     compared. `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong`
     are the tensors beyond their limit. `phase` and `region` are the place, if the check knows it. `ranks` are the wrong
-    ranks, empty if all of them are or it is unknown.
+    ranks, empty if all are wrong or if it is unknown which.
     """
 
     verdict: str

@@ -1,16 +1,15 @@
 """The general laws of communication, which hold for any subject, whatever it computes.
 
-Members of a group issue the same sequence of collectives (op, reduce op, dtype). Their payload bytes are equal too, but
-for all-to-alls and rooted calls, whose members may differ. In every group sends and receives are equal in number of
-messages and of bytes.
+Members of a group issue the same sequence of collectives (op, reduce op, dtype). Their payloads have the same bytes,
+except in all-to-alls and rooted calls. In every group sends and receives are equal in number and in bytes.
 
-In a run with a backward, a communication in the forward of a module has its conjugate if autograd needs its gradient
-(`Event.needs_gradient`). Over every axis backward has as many all-to-alls of numbers as forward, with as many bytes in
-all. Every reduce-scatter has an all-gather of as many bytes in the backward of its module. A recomputed forward counts
-once, whether autograd needs gradients in its first pass, its second (a library's checkpoint), or both. Backward has no
-more all-to-alls than there are in all.
+If the run has a backward, a communication in the forward of a module has its conjugate if autograd needs its gradient
+(`Event.needs_gradient`). Over every axis, backward has as many all-to-alls of numbers as forward needs conjugates, with
+as many bytes, and no more of either than there are outside of backward. Every reduce-scatter has an all-gather of as
+many bytes in the backward of its module. A recomputed forward counts once, whether autograd needs gradients in its
+first pass, its second (a library's checkpoint), or both.
 
-More does not hold in general: the gradient of a gathered tensor may be sliced instead of reduce-scattered, and
+No more than this holds in general: the gradient of a gathered tensor may be sliced instead of reduce-scattered, and
 gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 
@@ -58,7 +57,7 @@ def broken_laws(events: Iterable[Event]) -> list[Broken]:
 
 
 def same_sequence(groups: Groups, ranks: Iterable[int]) -> list[Broken]:
-    """Where some of these ranks first differ from others of a group: other calls, or another order; [] if nowhere."""
+    """Where some of these ranks first make other calls than their group, or in another order; [] if nowhere."""
     calls: dict[int, dict[Channel, dict[int, GroupCall]]] = {rank: {} for rank in ranks}
     for (axis, group), by_rank in groups.items():
         own = {
@@ -87,7 +86,7 @@ def group_events(events: Iterable[Event]) -> Groups:
 
 
 def _as_group_call(event: Event) -> GroupCall:
-    """What must agree of an event's call. Its shapes need not, if its bytes do."""
+    """The call of an event as far as it must agree between ranks. Shapes may differ if bytes do not."""
     return GroupCall(
         Signature(event.op, NOT_KNOWN, event.reduce_op, NOT_KNOWN, event.dtype, NOT_KNOWN),
         (event.phase, event.region, event.step, event.microbatch),
@@ -123,9 +122,9 @@ def _check_received_bytes(axis: str, ranks: Group, by_rank: Mapping[int, Sequenc
 
 
 def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
-    """All-to-alls of numbers: the gradient must return the way that the tensor came, if `asked` says that it is needed.
+    """All-to-alls of numbers: the gradient must return the way that the tensor came, if it is one of those `asked` for.
 
-    A call outside of modules may belong to a forward too: its phase follows from what came next, which proves nothing.
+    A call outside of modules may belong to a forward, whatever phase it has: that follows from what comes next.
     """
     moved, must_move = ([e for e in some if e.op == "all_to_all" and "float" in e.dtype] for some in (events, asked))
     broken = []
@@ -151,7 +150,7 @@ def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Bro
 
 
 def _asked_for(events: Sequence[Event]) -> Iterator[Event]:
-    """The calls in the forward of a module whose gradient must come back; of two passes each call once."""
+    """The calls in the forward of a module whose gradient must come back, each once even if forward ran twice."""
     asked = [event for event in events if event.needs_gradient]
     first = Counter((event.rank, _kind_of_call(event)) for event in asked if event.phase == "forward")
     for event in asked:

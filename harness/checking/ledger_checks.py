@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def check_ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
-    if calls.case.world_size == 1 and claims.expectation:  # a single rank is every axis, so no call is named after one
+    if calls.case.world_size == 1 and claims.expectation:  # the group of a single rank has no axis's name
         terms = (replace(term, axis=None) if isinstance(term, Term) else term for term in claims.expectation)
         claims = replace(claims, expectation=tuple(terms))
     finding = _compare_ledger(calls, claims, truth)
@@ -53,7 +53,7 @@ def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Findin
 
 
 def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Finding:
-    """The finding on a ledger that is as these terms state. What they leave out is unchecked."""
+    """The finding on a ledger that agrees with these terms. What the terms leave out is unchecked."""
     forms = closed_forms(select_visible_terms(terms), calls.ranks, claims.axes).values()
     partial = [term for form in forms for term in form.partial]
     if not partial:
@@ -74,7 +74,7 @@ def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLi
 
 
 def _note_carried_calls(terms: Sequence[TermLike]) -> tuple[Note, ...]:
-    """The expected calls that the recorder cannot see, by what carries them out."""
+    """The expected calls that the recorder cannot see, by the carrier that carries them out."""
     calls: dict[tuple[str, str], list[int | None]] = defaultdict(list)
     for term in select_unseen_terms(terms):
         calls[term.carrier, f"{term.op or 'call'} over {term.axis or 'any axis'}"].append(term.calls)
@@ -88,7 +88,7 @@ def _note_carried_calls(terms: Sequence[TermLike]) -> tuple[Note, ...]:
 
 
 def _note_doubts(calls: Calls) -> tuple[Note, ...]:
-    """Doubts of the recorder. With a single step, its number is certain."""
+    """Doubts of the recorder. In a run of one step, the number of the step is not in doubt."""
     doubts = dict.fromkeys(doubt for event in calls.events for doubt in event.doubts)
     known = sorted(doubt for doubt in doubts if doubt != NO_UPDATE or calls.case.steps > 1)
     return tuple(Note(kind=NoteKind.DOUBT, reason=doubt) for doubt in known)
@@ -132,7 +132,7 @@ def _report_difference(parted: "Sequence[Difference]", ranks_run: int) -> Findin
 
 
 def module_order(calls: Calls, claims: Claims, truth: Truth | None) -> tuple[str, ...]:
-    """Modules in the order of the forward pass: of the truth's activations, then of the ledger's forward."""
+    """Modules in the order of forward: those of the truth's activations, then those that ledger or terms add."""
     known = truth.tensors if truth else ()
     from_truth = [name.removeprefix("act/") for name in known if name.startswith("act/")]
     from_ledger = [event.region for event in calls.events if event.phase == "forward"]

@@ -1,7 +1,7 @@
-"""The check of dropout masks (`mask/<step>/<site>`): what each rank kept, held against all others.
+"""The check of dropout masks (`mask/<step>/<site>`), which show the elements that each rank kept.
 
-Replicated masks are for the check `replicas`. Where the dense model knows the masks, they are its own bit for bit here.
-Exact tests find no masks that are improbable (`ALARM`):
+Replicated masks belong to the check `replicas`. If the dense model knows the masks, they must equal its masks bit for
+bit. Then exact tests look for masks that are too improbable (`ALARM`):
 
     anew        recomputation drew no mask of its own, where masks were recorded as torch drew them
     rate        every mask of a rank keeps as many elements as its rate says (binomial)
@@ -10,9 +10,8 @@ Exact tests find no masks that are improbable (`ALARM`):
 
 Ranks that hold different samples may draw equal masks: Megatron's data-parallel ranks do.
 
-Tests are two-sided, each the smaller tail doubled, and summed term by term from the distribution itself: no normal
-approximation. `ALARM` is the probability with which a check of a right program fails at all: it is shared out among its
-tests.
+Tests are two-sided, each with twice the smaller tail, which is summed term by term from the exact distribution.
+`ALARM` is the probability with which the check of a right program fails at all, so it is divided among its tests.
 """
 
 import math
@@ -35,12 +34,12 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ALARM = 1e-9
 _NEGLIGIBLE = 1e-17
-"""A tail ends at a term of less than this share of the sum so far, since terms only fall."""
+"""The sum of a tail ends at a term of less than this share of the sum so far, since later terms are smaller still."""
 
 
 @lru_cache(maxsize=1024)
 def binomial(count: int, trials: int, probability: float) -> float:
-    """The probability of a count at least as far out, for independent trials of this probability."""
+    """The probability of a count at least as far from its mean, among independent trials of this probability."""
     if not 0 < probability < 1:
         return float(count == trials * probability)
 
@@ -53,7 +52,7 @@ def binomial(count: int, trials: int, probability: float) -> float:
 
 @lru_cache(maxsize=1024)
 def hypergeometric(both: int, total: int, first: int, second: int) -> float:
-    """The probability of an overlap at least as far out between two independent sets: Fisher's exact test.
+    """The probability of an overlap at least as far from its mean between independent sets: Fisher's exact test.
 
     The sets have `first` and `second` out of `total` elements.
     """
@@ -92,13 +91,13 @@ KIND = "mask"
 SHARES = ".shares"
 """The end of the names of masks that drop attention probabilities in a module."""
 _ALL_PAIRS = 8
-"""Up to this many ranks each is tested with every other one; of more ranks each with the next one alone."""
+"""Up to this many ranks, each one is tested with every other; among more ranks, each with the next one."""
 _compared = make_numeric_check("masks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Test:
-    """An exact test: the probability of what was counted, the least that it could be, and the fact that it states."""
+    """An exact test: the probability of what was counted, the least that any count has, and the fact to state."""
 
     name: str
     ranks: tuple[int, ...]
@@ -145,7 +144,7 @@ def check_masks(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | Non
 
 
 def _rate_of_mask(run: RecordedRun, name: str) -> float | None:
-    """The share that is dropped there, by the words of the case or as it was drawn; None if neither is known."""
+    """The share that this mask drops, by the words of the case or as it was drawn; None if neither is known."""
     if run.mask_draws:
         return run.mask_draws.rates[name]
     rate: float | None = getattr(run.case, "attention_dropout" if name.endswith(SHARES) else "dropout", None)
@@ -153,7 +152,7 @@ def _rate_of_mask(run: RecordedRun, name: str) -> float | None:
 
 
 def holders_of_mask(run: RecordedRun, name: str) -> dict[int, Sequence[Block]]:
-    """Rank -> its blocks, one rank for each different part of the mask."""
+    """Rank -> its blocks, for one of the ranks that hold each part of the mask."""
     found: dict[tuple[object, ...], int] = {}
     outcomes = run.full_outcomes
     for rank, outcome in enumerate(outcomes):
@@ -168,7 +167,7 @@ def flatten_blocks(blocks: Sequence[Block]) -> Tensor:
 
 
 def _of_one(run: RecordedRun, name: str) -> Iterator[_Test]:
-    """Tests of one mask: its rate, its shards, and consecutive draws."""
+    """Tests of one mask: of its rate on each rank, and of the independence of its shards."""
     by_rank, rate = holders_of_mask(run, name), _rate_of_mask(run, name)
     for rank, blocks in by_rank.items():
         mask = flatten_blocks(blocks)
@@ -191,8 +190,8 @@ def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
 
 
 def _of_draws(run: RecordedRun, claims: Claims, names: Sequence[str]) -> Iterator[_Test]:
-    """Whether a rank, or two stages of one pipeline, drew one mask twice, among all their masks of a shape: of every
-    micro-batch, site and step.
+    """Whether a rank, or the stages of one pipeline, drew the same mask twice, among all its masks of one shape: those
+    of every micro-batch, site and step.
     """
     outcomes = run.full_outcomes
     alone = [(rank,) for rank in range(len(outcomes))]

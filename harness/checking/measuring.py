@@ -1,12 +1,12 @@
 """How far one merged tensor is from the truth, and how far rounding may take it in its case.
 
-A parameter after a step is judged by its movement, because a step may be a millionth of the parameter. For
-`param_after/<step>/<name>` and `param/<name>` the movement is the difference to the value before: the initial value for
-step 0, otherwise the value that was returned after the step before. If only the last values were returned, it is the
-movement of all steps. Movements are compared as tensors are, with the movements of control runs; an element may also be
-off by the rounding of its storage. A parameter in bfloat16 without a wider copy loses steps below half a unit in its
-last place, and then nothing is decided. Other values of parameters, such as averages of them that a subject returns
-under a name of its own, are judged in the same way.
+A parameter after a step is judged by its movement, because a step may be a millionth of the parameter. The movement of
+`param_after/<step>/<name>` or `param/<name>` is its difference from the value before: the initial value for step 0,
+otherwise the value that was returned after the step before. If only the last values were returned, the movement is that
+of all steps. Movements are compared like tensors, with the movements of control runs; an element may also be off by the
+rounding of its storage. A parameter stored in bfloat16 alone loses steps below half a unit in its last place, and then
+nothing is decided. A subject may return other values of parameters, such as averages of them, under a name of its own:
+these are judged in the same way.
 """
 
 import itertools
@@ -31,12 +31,12 @@ _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 def compare_with_truth(run: RecordedRun, truth: Truth, name: str, kind: float) -> Measured:
     """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
-    Of a parameter the movement is compared (`movement_of`), if it is known. A sum over tokens in an accumulator of a
-    16-bit dtype is allowed for only if the tensor is wrong for a wider one.
+    For a parameter the movement is compared (`movement_of`), if it is known. The error of a sum over tokens is first
+    that of a wide accumulator, and only if the tensor is wrong that of an accumulator of a 16-bit dtype.
 
     A wrong tensor decides nothing in two cases. If a control run overflows in its step, rounding alone may overflow. If
-    rounding alone may change half of the gradients' norm or mean, control runs do not bound the results of the
-    optimizer; these may be wrong by up to LEAP times the limit, and squares of gradients by its square.
+    rounding alone may change half of the gradients' norm or mean, control runs do not bound what the optimizer makes of
+    them: this may be off by up to LEAP times the limit, and means of squares by LEAP squared times.
     """
     wide, narrow = theoretical_error_of_sums(run, truth, name), theoretical_error_of_sums(run, truth, name, narrow=True)
     result = _measure_tensor(run, truth, name, kind, wide)
@@ -83,7 +83,7 @@ def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summ
 
 
 def theoretical_error_of_sums(run: RecordedRun, truth: Truth, name: str, *, narrow: bool = False) -> float:
-    """The relative error in theory of a tensor whose elements are sums over tokens (`error_of_sums`), else 0."""
+    """The theoretical relative error of a tensor whose elements are sums over tokens (`error_of_sums`), else 0."""
     kind = "param" if _is_moved(run, truth, name) else kind_of(name)
     if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(run, truth, name)):
         return 0.0
@@ -120,12 +120,12 @@ OVER_TOKENS: Mapping[str, float] = {
     **{"grad": 1.0, "exp_avg_after": 1.0, "exp_avg_sq_after": 2.0},
     **{"param": 1.0, "param_after": 1.0},
 }
-"""Kinds of names whose elements are sums over tokens -> their relative error in units of that of a sum: twice as much
-for a square. Of parameters it is that of the movement, which is made of gradients."""
+"""Kinds of names whose elements are sums over tokens -> their relative error in units of that of a sum, twice as much
+for a square. For parameters it is the error of the movement, which is made of gradients."""
 
 
 def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = False) -> float:
-    """The relative error, root mean square, that a tensor of this kind has from adding up its tokens; 0 of other kinds.
+    """The relative error, root mean square, of a tensor of this kind from adding up its tokens; 0 for other kinds.
 
     `epsilon` is that of the dtype. Sums are taken in float32 at least, or in the dtype itself where they are `narrow`.
     A result is off by at most half a unit in its last place. If all significands m from 1 to 2 are equally likely on a
@@ -134,8 +134,8 @@ def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = Fals
     term, and the k-th addition rounds that sum. So the n - 1 additions come to `ROUNDING sqrt((2 + ... + n) / n)`
     epsilons of the whole.
 
-    This is the worst order that kernels take. On a CPU torch's layer norm takes it for the gradients of its weight and
-    bias, row by row, in one accumulator a thread. In bfloat16 and float16 the accumulator is of that dtype
+    This is the worst order in which kernels add. On a CPU torch's layer norm adds so for the gradients of its weight
+    and bias, row by row, in one accumulator a thread. In bfloat16 and float16 the accumulator has that dtype
     (aten/src/ATen/native/cpu/layer_norm_kernel.cpp). A matrix product adds in float32 at least, in blocks (a CPU) or
     one after the other (a GPU). `torch.sum` adds in a cascade, with an error of sqrt(log n). Source: Higham and Mary
     2019, doi:10.1137/18M1226312: errors of n roundings grow as sqrt(n).
@@ -165,7 +165,7 @@ def _count_rows(x_TE: Tensor) -> int:
 MOVED = frozenset({"param", "param_after"})
 """Kinds of names of parameters after a step."""
 _OTHER_KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds) - MOVED
-"""Known kinds of names that are no values of parameters."""
+"""Known kinds of names that are not values of parameters."""
 INITIAL = "initial/"
 """The beginning of names under which a control run keeps parameters as they were before the first step."""
 
@@ -174,8 +174,8 @@ INITIAL = "initial/"
 class Movement:
     """Movements of one parameter, in float64: of the truth, the ranks (None without both values) and the control runs.
 
-    By how much each element may be off: `stored`, because its value is stored with rounding; `begun`, because the ranks
-    may have begun with a rounded value (None if the movement begins later).
+    Two bounds say how far each element may be off: `stored`, because its value is rounded when it is stored, and
+    `begun`, because the ranks may have begun with a rounded value (None if the movement begins later).
     """
 
     truth: Numbers
@@ -187,7 +187,7 @@ class Movement:
 
 
 def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
-    """The movement that made this tensor; None for other kinds, and if the value before it is not known."""
+    """The movement that made this tensor; None if it is no parameter, or if the value before is unknown."""
     values, true = run.tensors, truth.tensors[name]
     started = _value_before(run, truth, name, truth.tensors)
     own = _value_before(run, truth, name, values)
@@ -208,7 +208,7 @@ def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
 
 
 def unless_zero(numbers: Numbers | None) -> Numbers | None:
-    """The numbers; None where each of them is 0."""
+    """The numbers; None if all of them are 0."""
     return numbers if numbers is not None and any(bool(block.any()) for block in blocks_of(numbers)) else None
 
 
@@ -227,20 +227,20 @@ def _error_of_start(dtype: str, start: Tensor) -> Tensor:
 
 
 def _rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """The numbers rounded to this dtype; complex ones to complex64 at the least."""
+    """The numbers rounded to this dtype; complex numbers to complex64 at the least."""
     kind = getattr(torch, dtype)
     return as_float64(tensor).to(torch.promote_types(kind, torch.float32) if tensor.is_complex() else kind).double()
 
 
 def _is_moved(run: RecordedRun, truth: Truth, name: str) -> bool:
-    """Whether the value before the step is known, of the truth and of what the ranks returned."""
+    """Whether the value before the step is known, both of the truth and, if ranks returned the tensor, of the ranks."""
     values = run.tensors
     known = _value_before(run, truth, name, truth.tensors) is not None
     return known and (name not in values or _value_before(run, truth, name, values) is not None)
 
 
 def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None) -> dict[str, float]:
-    """The rms of each kind of these tensors of the truth, by default all; of parameters that of their movements."""
+    """The rms of each kind of these tensors of the truth, by default of all; for parameters that of their movements."""
     names, tensors = truth.tensors if names is None else list(names), truth.tensors
     started = {name: before for name in names if (before := _value_before(run, truth, name, tensors)) is not None}
     sizes = kind_rms({name: tensors[name] for name in names if name not in started})
@@ -249,13 +249,13 @@ def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None)
         square = sum(float(block.square().sum()) for block in blocks_of(compute(_subtract, tensors[name], before)))
         squares.setdefault(kind_of(name), []).append((square, before.numel()) if math.isfinite(square) else (0.0, 0))
     moved = {kind: (sum(s for s, _ in each), max(sum(n for _, n in each), 1)) for kind, each in squares.items()}
-    if _SQUARES in sizes:  # a share of a gradient that may cancel is squared with it
+    if _SQUARES in sizes:  # the share of a kind's rms is squared too
         sizes[_SQUARES] *= SCALE_SHARE
     return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
 
 
 def stored_dtype(run: RecordedRun, tensor: Tensor) -> str:
-    """The dtype in which a returned tensor was stored: the case's if that holds each of its numbers, else its own."""
+    """The dtype in which a returned tensor was stored: the case's if that holds all of its numbers, else its own."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     own, case = str(tensor.dtype).removeprefix("torch."), run.case.dtype
     if not tensor.is_floating_point() or tensor.dtype.itemsize <= getattr(torch, case).itemsize:
@@ -281,7 +281,7 @@ def parameter_of_name(name: str) -> str:
 
 
 def _name_of_parameter(truth: Truth, name: str) -> str:
-    """The parameter of this value after the same step, "param_after/0/head" for "ema_after/0/head", else after all."""
+    """The parameter of this value after the same step, "param_after/0/head" for "ema_after/0/head", or at the end."""
     beside = f"param_after/{step_of(name)}/{parameter_of_name(name)}"
     return beside if beside in truth.tensors else f"param/{parameter_of_name(name)}"
 
@@ -301,15 +301,15 @@ def _movements_in_runs(
 
 
 def _returns_each_step(run: RecordedRun, truth: Truth, name: str) -> bool:
-    """Whether the value before the step is known as the one returned after the step before."""
+    """Whether the value before the step is the one that was returned after the step before."""
     return _step_of_name(run, name) > 0 and _earlier_name(run, name) in truth.tensors
 
 
 def _value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds.
 
-    A kind of the subject's own, such as an average of parameters, counts as their value if it moves, but by less than
-    twice the smallest limit: compared as it is, half of its step could be wrong unnoticed.
+    A kind of the subject's own, such as an average of parameters, counts as their value if it moves by less than twice
+    the smallest limit: if it were compared itself, half of its step could be wrong unnoticed.
     """
     before = _find_value_before(run, truth, name, outcome)
     if before is None or kind_of(name) in MOVED:
@@ -337,7 +337,7 @@ def _find_value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mappi
 
 
 def _likely_start(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor | None:
-    """The initial value of a control run if rounding explains its distance from that of the truth; else the truth's."""
+    """The initial value of a control run if rounding explains its distance from the truth's; else the truth's."""
     if control is None or true is None or control.shape != true.shape:
         return true
     apart = distance(control, true).frobenius
@@ -345,6 +345,6 @@ def _likely_start(control: Tensor | None, true: Tensor | None, dtype: str) -> Te
 
 
 def _find_rounded_start(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:
-    """The initial value of a control run if its numbers are in the case's dtype, as those of ranks; else `before`."""
+    """The initial value of a control run if its numbers fit the case's dtype, like those of ranks; else `before`."""
     kept = control is not None and torch.equal(_rounded(control, dtype), as_float64(control))
     return control if kept else before

@@ -19,7 +19,7 @@ _UNJUDGED = (*(NoteKind.NOT_RETURNED, NoteKind.UNDECIDED, NoteKind.FLAWED), *(No
 """Kinds of notes on tensors that are not measured."""
 _KIND_NAMES = frozenset(KIND_WORDS.get(kind, kind) for kinds in NUMERIC_KINDS.values() for kind in kinds)
 _REST = "forward"
-"""The check of all other kinds of names, which the dense model of a subject may return too."""
+"""The check of all other kinds of names, which the dense model of a subject may return as well."""
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
@@ -43,7 +43,7 @@ def _compare_kinds(
 ) -> Finding | None:
     expected = [name for name in truth.tensors if belongs(name)]
     if not expected and not any(returned & outcome.keys() for outcome in run.outcomes):
-        return None  # captured, but the truth has none: gradients of a step that a loss scale skips
+        return None  # captured gradients of a step that a loss scale skips, where the truth has none
     known = [name for name in expected if name in run.tensors]
     absent = [name for name in expected if name not in run.tensors]
     flawed = {flaw.name for flaw in run.merged.flaws}.intersection(absent)  # another check found these wrong
@@ -68,8 +68,7 @@ def _compare_kinds(
 def _measure_tensors(run: RecordedRun, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
-    float64 tensors without a control run, relu flip or Adam's bound have the limits of float64 and are compared at
-    once.
+    In float64, tensors without a control run, relu flip or Adam's bound have plain limits, and are compared at once.
     """
     sizes = sizes_of(run, truth, expected)
     together: Mapping[str, Measured] = {}
@@ -82,7 +81,7 @@ def _measure_tensors(run: RecordedRun, truth: Truth, names: Sequence[str], expec
         values |= {name: whole_of(move.value) for name, move in moves.items() if move.value is not None}
         true = {**truth.tensors, **{name: whole_of(move.truth) for name, move in moves.items()}}
         together = measured_together(values, true, sizes)
-        together = {name: one for name, one in together.items() if one.right or name not in moves}  # it has no slack
+        together = {name: one for name, one in together.items() if one.right or name not in moves}  # no slack here
     if all(name in together for name in names):
         return [together[name] for name in names]
     return [together.get(name) or compare_with_truth(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
@@ -92,7 +91,7 @@ _counts = make_numeric_check("tokens")
 
 
 def check_tokens(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
-    """Whether every step counts exactly as many tokens as the dense model: the number by which its mean divides."""
+    """Whether every step counts exactly as many tokens as the dense model. Its mean loss is divided by this number."""
     finding = _counts(run, truth, claims)
     if finding is None or finding.verdict != FAIL or finding.worst is None:
         return finding
@@ -105,9 +104,9 @@ _states = make_numeric_check("update")
 
 
 def check_update(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
-    """Whether parameters and states after a step are the dense model's. If it skips the step there must be no new ones.
+    """Whether parameters and states after a step are the dense model's. If the model skips the step, none may be new.
 
-    Values of states that the truth lacks are not compared: that an optimizer made them is the error.
+    The values of new states are not compared: that an optimizer made them at all is the error.
     """
     finding = _states(run, truth, claims)
     made = sorted(never_made(truth.tensors, {name for outcome in run.outcomes for name in outcome}))
@@ -125,7 +124,7 @@ def check_update(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | No
 
 
 def _is_decisive(measured: Measured) -> bool:
-    """Whether the numbers decide: they are beyond their limits, or the limits do not admit half of the tensor."""
+    """Whether a comparison decides: the error is beyond its limit, or the limit does not admit half of the tensor."""
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
 
@@ -147,7 +146,7 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Se
 
 
 def _why_undecided(*, lost: bool, deviates: bool) -> str:
-    """Why no tensor of a kind is decided. `lost`: rounding explains all that one of them holds."""
+    """Why no tensor of a kind is decided. `lost`: rounding could explain all of some tensor."""
     return "rounding" if lost else "stated" if deviates else "unmerged"
 
 

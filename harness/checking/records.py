@@ -2,13 +2,13 @@
 
     Calls         what the recorder saw of the ranks: the ledger, waits, bytes; a dry run has it too
     RecordedRun   what the ranks left: their calls, and every tensor that they returned or that was captured
-    Repeats       what they returned in runs that nothing recorded
+    Repeats       what the ranks returned in runs that nothing recorded
     Truth         the tensors of the dense model, and how far rounding takes a right result from them
-    Claims        what the subject states of the case
+    Claims        what the subject states about the case
     Regroupings   the same global batch in other groupings
     Documents     whether documents of one step influence each other
     DryRun        what only a run without numbers can say
-    Search        what was searched to explain a failure; no check reads it
+    Search        what was found to explain a failure; no check reads it
 
 A check's signature names the records that it reads, and `checks.run_checks` passes them. `Evidence` has all of them.
 """
@@ -90,10 +90,10 @@ class RecordedRun:
 
     outcomes    by rank, what the subject returned
     captured    by rank, activations, their gradients and dropout masks captured from outside; empty when none were
-    merged      the full tensors and flaws of both, held against the truth's shapes
+    merged      the full tensors that both make, and the flaws of these, compared with the truth's shapes
     mask_draws  rates of masks that were recorded; None if the subject returned its masks, or there are none
     lower       the lower precision that was found in these tensors
-    returned    every name that any rank returned or from which it was captured; follows from the above
+    returned    every name that any rank returned, or under which something was captured from it
     """
 
     calls: Calls
@@ -151,7 +151,7 @@ class Controls:
 
     runs        tensors of control runs in the run dtype; for float64 only where an error is beyond the limit
     amplified   the same with CONTROL_FACTOR times as much rounding; empty until an error needs them
-    distances   name -> how far control runs are from the truth, of tensors so large that they are not kept
+    distances   name -> how far control runs are from the truth, for tensors that are too large to be kept
     adam_bound  name -> how far every element may be off because Adam follows rounding; empty for other optimizers
     relu_flips  name -> what a relu within rounding of zero may change; empty until an error needs it
     states      the subject's own states from which the steps of truth and controls began, by name; None if each step
@@ -173,12 +173,12 @@ class Truth:
     tensors        name -> full tensor
     initial        parameter -> its value before the first step; empty where that is not known
     controls       how far a right result may be from it
-    of_dtype       the operator that makes the dense model another function in each dtype, in words, else "". With one,
-                   `tensors` are those of the case's dtype
-    first_forward  the tensor of its first forward that is furthest off in float32 (harness.running.trials.law_runs);
-                   None if that was not measured
+    of_dtype       the operator that makes the dense model another function in each dtype, in words, else "". If there
+                   is one, `tensors` are those of the case's dtype
+    first_forward  the tensor of the dense model's first forward that is furthest off in float32
+                   (harness.running.trials.law_runs); None if that was not measured
     unread         rows of tables that the data of the case never look up, in words of the reference
-    from_ranks     names of tensors of the outcome that were given to it, and are not checked
+    from_ranks     names of tensors of the outcome that the truth was given, and that are not checked
     unmergeable    whether there is no truth, since what it needs from the ranks does not merge or was not returned
     init_std       standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     """
@@ -214,9 +214,9 @@ class Claims:
 class Regrouped:
     """A run of the same global batch with these `sizes` of dp, micro, ...: its merged `tensors`.
 
-    flaws      of tensors that did not merge
+    flaws      why other tensors did not merge
     problem    why the run did not finish; `undecided`: because of the machine, which says nothing about the subject
-    truth      the dense model's tensors in this grouping, if the dense model computes another step there
+    truth      the dense model's tensors in this grouping, if it computes another step there
     """
 
     sizes: Mapping[str, int]
@@ -252,8 +252,8 @@ class DocumentLeak:
     """Document number `of` changes document `other`, in the `phase` forward or backward.
 
     token     the token of the other document that changes most, by its place on the rank; `gap` is by how much
-    call      the number of the rank's call of `documents` that shows it; `place` is its line, `before` the line of the
-              call from which it came
+    call      the number of the rank's call of `documents` that shows the change; `place` is the line of that call, and
+              `before` the line of the call before it, in the order of the phase
     rounding  whether the gap is as small as rounding
     """
 
@@ -303,7 +303,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was searched to explain a failure.
+    """What was found to explain a failure.
 
     shares            what was computed with the dense model (DenseModelLike.shares)
     others            evidence of the same subject in cases that differ in one size, if a cause needs them
@@ -347,7 +347,7 @@ class Evidence:
 
     @property
     def records(self) -> tuple[object, ...]:
-        """The records that checks may read; of a run without numbers no tensors."""
+        """The records that checks may read. After a run without numbers these have no tensors."""
         numbers = () if self.dry else (self.run, self.truth)
         made = (self.run.calls, self.claims, *numbers, self.repeats, self.regroupings, self.documents, self.dry)
         return tuple(record for record in made if record is not None)
@@ -360,7 +360,8 @@ class Evidence:
 def merged_outcomes(
     outcomes: Outcomes, captured: Outcomes, truth: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
 ) -> Merged:
-    """The full tensors of what the ranks returned and what was captured from them. Returned ones win.
+    """The full tensors of what the ranks returned and of what was captured from them. If both have a name, the returned
+    one counts.
 
     `known`: full tensors that were merged from the same outcomes before.
     """

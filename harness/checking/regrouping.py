@@ -31,9 +31,9 @@ _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
 """Kinds with the wider limit: an optimizer may make full steps of gradients that are zero but for rounding."""
 _CONSTANT = 1e-6
-"""A tensor is a multiple of another one if at most this share of it is left."""
+"""A tensor is a multiple of another one if the rest is at most this share of it, or _EPSILONS if that is more."""
 _EPSILONS = 64.0
-"""Or at most this many epsilons of a lower precision."""
+"""The same in machine epsilons, for lower precisions."""
 
 
 def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
@@ -120,10 +120,10 @@ def _compare_rounded(run: RecordedRun, truth: Truth, name: str, other: Tensor, k
 
 
 def _is_the_models_own(run: RecordedRun, other: Regrouped, wrong: tuple[Measured, ...], breach: Finding) -> bool:
-    """Whether the step changes with the grouping as the dense model does, by no ratio of sizes.
+    """Whether the step changes with the grouping exactly as the dense model does, and by no ratio of sizes.
 
-    Then it cannot be decided whether the model depends on whole micro-batches, as batch norm does, or both average
-    wrongly.
+    Then either the model depends on whole micro-batches, as batch norm does, or ranks and model average wrongly alike:
+    this cannot be decided.
     """
     values = breach.facts[0].values
     if values["grows"] or values["falls"]:
@@ -191,7 +191,7 @@ def check_truth(run: RecordedRun, truth: Truth) -> Finding | None:
     """Whether the first forward of the dense model in float32 equals that in float64 up to rounding
     (harness.running.trials.law_runs).
 
-    A function that depends on the dtype by one operator is compared with itself in the case's dtype.
+    A model that depends on the dtype by one operator passes: ranks are compared with it in the case's dtype.
     """
     measured = truth.first_forward
     if measured is None:

@@ -1,5 +1,5 @@
-"""Compares runs of one case bit for bit: whether they repeat, whether recording disturbs, and whether documents that
-share a row influence each other.
+"""Compares runs of one case bit for bit: whether they repeat, whether recording disturbs them, and whether documents
+that share a row influence each other.
 """
 
 import math
@@ -29,9 +29,9 @@ def check_recording(run: RecordedRun, repeats: Repeats) -> Finding:
 def check_documents(documents: Documents) -> Finding:
     """Whether documents that share a row, a step or ranks are computed as if each were alone.
 
-    No document changes another one, and no gradient of one reaches another one's tokens. Both are exact, since a
-    document that is not read adds nothing at all. Runs of one step show it (harness.running.trials.document_runs), so
-    the check needs no dense model, and applies to one as well.
+    No document changes another one, and no gradient of one reaches tokens of another. Both are exact, since a document
+    that is not read adds nothing at all. Runs of one step show this (harness.running.trials.document_runs), so the
+    check needs no dense model, and applies to a dense model as well.
     """
     if documents.problem:
         return Finding(verdict=UNKNOWN, facts=(state_fact("documents_unknown", problem=documents.problem),))

@@ -1,10 +1,10 @@
 """The check of choices of experts (`routing/<step>/<module>`): maps [.., tokens, experts], exact, before any number.
 
     replicas    ranks that hold the same tokens choose the same experts for them, whether there is a truth or not
-    truth       where the dense model returns maps, every token goes where it goes there, but where it took the ranks'
+    truth       every token goes where the dense model sends it, unless that returns no maps or took those of the ranks
 
-A router decides by token, so copies of a token must not part. Otherwise each rank would send it elsewhere, and all
-numbers behind it would be of two models.
+A router decides for each token by itself, so all copies of a token must go to the same experts. Otherwise all numbers
+that follow would be those of two different models.
 """
 
 from collections import Counter
@@ -60,7 +60,7 @@ def check_routing(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | N
 
 
 def _compare_choices(run: RecordedRun, name: str, ranks: Sequence[int]) -> Fact:
-    """The choices of the first of these ranks that differ from those of the first rank with the same tokens."""
+    """How the choices of the first of these ranks differ from those of the first rank that holds the same tokens."""
     rank = ranks[0]
     holders = [(other, block) for other, outcome in enumerate(run.full_outcomes) for block in outcome.get(name, ())]
     for mine in run.full_outcomes[rank][name]:
@@ -72,7 +72,7 @@ def _compare_choices(run: RecordedRun, name: str, ranks: Sequence[int]) -> Fact:
 
 
 def _count_moved_tokens(mine: Tensor, theirs: Tensor, rank: int, first: int) -> Fact:
-    """How many tokens go to other experts, and where the first of them does."""
+    """How many tokens go to other experts, and which experts the first such token goes to."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return state_fact("other_form", rank=rank, other=first)
     elsewhere = (mine != theirs).any(-1)

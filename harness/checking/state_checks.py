@@ -18,9 +18,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 KIND = "init"
 SIGMAS = 6.0
 _FIRST = 8
-"""As many first numbers of memory are compared: in two tensors of bfloat16 they are equal by chance once in 10^18
-pairs.
-"""
+"""How many first numbers are compared. Two tensors of bfloat16 have as many in common by chance once in 10^18 pairs."""
 _compared = make_numeric_check("initial_values")
 
 
@@ -28,12 +26,12 @@ def check_initial_values(run: RecordedRun, truth: Truth, claims: Claims) -> Find
     """Whether parameters begin as they should.
 
         deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their
-                    variance (that of normal numbers, which bounds flatter ones); constants have none
-        equal       no two parameters, and no two shards of one, begin with the same _FIRST numbers, but constants and
-                    shards with the same first element: of one seed, shards of unequal sizes have their first numbers in
-                    common
+                    variance (those of normal numbers, which bound flatter ones); constants have none
+        equal       no two parameters, and no two shards of one, begin with the same _FIRST numbers. Constants do not
+                    count, and neither do shards that begin at the same element: drawn from one seed, shards of unequal
+                    sizes have their first numbers in common
 
-    Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
+    If the dense model knows the values they are compared with it. Replicas belong to the check `replicas`.
     """
     names = [name for name in run.returned if kind_of(name) == KIND]
     if not names:
@@ -70,7 +68,7 @@ def _find_deviating_states(run: RecordedRun, truth: Truth, names: list[str]) -> 
 
 
 def _find_equal_starts(run: RecordedRun, names: list[str]) -> Iterator[tuple[str, Fact]]:
-    """Parameters, and shards of one, that begin with the numbers of an earlier one."""
+    """Parameters, and shards of one parameter, that begin with the same numbers as an earlier one."""
     seen: dict[bytes, tuple[int, tuple[str, tuple[int, ...]]]] = {}
     for name in names:
         shards = {
@@ -101,9 +99,9 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 def check_saved_state(run: RecordedRun, truth: Truth) -> Finding | None:
     """Whether the files of a checkpoint (`saved/<name>`) hold what the ranks hold under that name, bit for bit.
 
-    They are full tensors, read by another reader than the one that loads them, if there is one. Tensors of ranks are
-    merged from their own shards and compared with the dense model by `update`. So a save in a wrong order is noticed
-    when it is written, though a load with the same error would undo it. Integers that ranks do not return (steps, the
+    The files are read as full tensors, if possible by another reader than the one that loads them. The ranks' tensors
+    are merged from their shards, and `update` compares them with the dense model. So a save in a wrong order is noticed
+    when it is written, even if a load with the same error would undo it. Integers that ranks do not return (steps, the
     state of the loss scale) are compared with the truth, since rounding does not change them.
     """
     names = [name for name in run.returned if kind_of(name) == "saved"]

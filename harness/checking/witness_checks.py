@@ -13,10 +13,9 @@ CHECK = "witnesses"
 
 
 def judge_agreement(agreed: Agreement, steps: str = "") -> Finding:
-    """The verdict: a failure names the first event in which the witnesses differ; if they saw nothing, they do not
-    agree.
+    """The verdict: a failure names the first event in which the witnesses differ. It also fails if they saw nothing.
 
-    `steps` are the chosen ones as they were requested, "" for all.
+    `steps` are the chosen steps as they were requested, "" for all.
     """
     ranks = len({row.rank for row in agreed.rows})
     if not agreed.rows:

@@ -1,4 +1,4 @@
-"""Wrong ranks in words: by a coordinate on the mesh if only they have it, and without ranks that hold nothing."""
+"""The ranks on which a tensor is wrong, in words: by the coordinates on the mesh that only they have."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from shardproof.harness.mesh_axes import place_of_rank, split_axes
 def ranks_in_words(evidence: Evidence, name: str) -> str:
     """The ranks on which a name is wrong, by their coordinates; "" if all are, or if no two axes distinguish them.
 
-    A gradient or parameter may be wrong on every rank that holds it; then all names of its kind decide.
+    A gradient or parameter may be wrong on every rank that holds it. Then all names of its kind decide.
     """
     bad, good = ranks_apart(evidence.run, evidence.truth, [name])
     if not good and kind_of(name) in ("grad", "param", "param_after"):

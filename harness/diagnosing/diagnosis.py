@@ -31,7 +31,7 @@ from shardproof.harness.verdicts.verdict import FAIL
 class Explanation:
     """What all failed checks of a case have in common: the first wrong place, and its likely causes.
 
-    `agreement` is what else is known if no cause fits.
+    If there is no cause, `agreement` says what agrees with the truth.
     """
 
     first: First
@@ -59,9 +59,9 @@ BIT_FOR_BIT = ("replicas", "determinism", "recording")
 
 
 def faults_of(run: RecordedRun, findings: Mapping[str, Finding]) -> list[Mapping[str, Finding]]:
-    """The findings by independent faults, one or two, the one that is explained first in front.
+    """The findings of each independent fault, one or two; the first one is explained first.
 
-    Replicas or runs that differ by rounding alone explain no number beyond its limit, and are a fault of their own.
+    If replicas or runs differ by rounding alone, that explains no error beyond a limit, so it is a fault by itself.
     """
     failed = {check: finding for check, finding in findings.items() if finding.verdict == FAIL}
     little = {
@@ -84,7 +84,7 @@ def faults_of(run: RecordedRun, findings: Mapping[str, Finding]) -> list[Mapping
 
 
 def _is_rounding(run: RecordedRun, check: str, finding: Finding, name: str) -> bool:
-    """Whether the difference of replicas, or of runs, of this name is in their last bits."""
+    """Whether replicas, or runs, of this name differ in their last bits only."""
     of_runs = finding.worst.error if finding.worst else math.inf
     spread = replica_spread(run.full_outcomes, name) if check == "replicas" else of_runs
     blocks = (block.local for outcome in run.full_outcomes for block in outcome.get(name, ()))
@@ -94,7 +94,7 @@ def _is_rounding(run: RecordedRun, check: str, finding: Finding, name: str) -> b
 def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
     """Where a case with failed checks first went wrong, and why.
 
-    If the same case is already wrong when it ends one step earlier, that is the first place.
+    If the case is already wrong when it is run with fewer steps, its first place there is returned.
     """
     earlier, known = evidence.search.earlier or (None, {})
     if earlier is not None and wrong_names(earlier.run, earlier.truth, known):
@@ -122,7 +122,7 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         )
 
     causes = causes_of(wrong)
-    # What activations of a later micro-batch do not show, tensors of the first one may.
+    # Tensors of the first micro-batch may show what activations of a later one do not.
     if not causes and evidence.search.observed != (0, 0):
         causes = causes_of([name for name in wrong if kind_of(name) not in ("act", "act_grad")])
     agreed = AgreementByKind()
@@ -148,7 +148,7 @@ def wrong_names(run: RecordedRun, truth: Truth, findings: Mapping[str, Finding])
 def diagnose(
     evidence: Evidence, findings: Mapping[str, Finding], check: str, known: Explanation | None = None
 ) -> Diagnosis:
-    """Diagnose a failed check, in the light of all findings of its case; `known` is what they share."""
+    """Diagnose a failed check, given all findings of its case; `known` is the explanation that they share."""
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
     place = place_of(name, evidence.run.case.steps) if name else None
@@ -187,9 +187,9 @@ def diagnose_ended_case(error: ShardproofError) -> Diagnosis:
 
 
 def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | None:
-    """The first difference of the ledger. If numbers are wrong, other payloads in modules of experts do not count.
+    """The first difference of the ledger. If numbers are wrong, wrong payloads in modules of experts do not count.
 
-    The choice of experts follows from numbers, and decides how many rows their calls have.
+    The choice of experts follows from numbers, and decides how many rows the calls of these modules have.
     """
     if evidence.claims.expectation is None:
         return None

@@ -1,8 +1,8 @@
 """Every tensor of a failed case with its error and where it is computed, and the first place: rows of `errors.csv`.
 
-A verdict names one tensor, the worst. These rows are all of them, so that a report can show where the error began and
-how it spread. Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first
-place, with `first` = "yes" and no error; it has no name if a call shows the place, and no tensor.
+A verdict names only the worst tensor. These rows have every tensor, so that a report can show where the error began
+and how it spread. Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its
+first place: it has `first` = "yes", no name and no error.
 """
 
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of

@@ -12,14 +12,14 @@ The kind of the first wrong name in the order of training (`causes.places.order_
                    replicas of p differ; otherwise backward. The module is that of the first wrong gradient
     tokens/s, grad_norm/s
                    the sums over ranks between the last backward and the optimizer's step
-    param/p        the optimizer's step; so do states after a step (param_after/s/p, exp_avg_after/s/p)
+    param/p        the optimizer's step; likewise states after a step (param_after/s/p, exp_avg_after/s/p)
 
-If step s - 1 is right and s begins wrong, the update of s - 1 is the place, unless the parameters after it are known to
-be right: those that were returned, or those of the same case ended there (`Search.earlier`).
+If step s - 1 is right and step s begins wrong, the update of step s - 1 is the place, unless the parameters after it
+are known to be right: as returned, or in a run of the same case that ended there (`Search.earlier`).
 
-A call that differs from the expectation in the same phase or an earlier one is named instead of a tensor, because it is
+A call that differs from the expectation in the same or an earlier phase is named instead of a tensor, because it is
 exact. Two facts are added to a place: the coordinates of the wrong ranks on the mesh ("wrong on cp rank 1 alone, right
-on cp rank 0"), and for code that is in no module the modules around it ("between wqkv and wo: the attention core").
+on cp rank 0"), and for code outside of any module the modules around it ("between wqkv and wo: the attention core").
 """
 
 import re
@@ -83,7 +83,7 @@ def first_place(
 
 
 def _issued_as(calls: Calls, work: Unwaited) -> Event | None:
-    """The event of a work: by its number among the calls of its rank and group, else the first of the same line."""
+    """The event of a work: by its number among the calls of its rank and group, else the first from the same line."""
     alike = [event for event in calls.events if event.rank == work.rank and event.op not in ("send", "recv")]
     of_group = [event for event in alike if event.axis == work.group.partition(" ")[0]]
     numbered = of_group[work.number : work.number + 1] if work.number >= 0 else []
@@ -101,7 +101,7 @@ def _issued_in(parted: Difference) -> str:
 
 def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> bool:
     """Whether the difference of the ledger comes before the first wrong tensor, or at the same place."""
-    if shown.step:  # a difference counts whole runs, so it may be of step 0
+    if shown.step:  # the ledger counts whole runs, so the call may be one of step 0
         return True
     call, tensor = order_of_phase(_issued_in(parted)), order_of_phase(shown.phase)
     if call != tensor or parted.line.phase not in ("forward", "backward"):
@@ -140,7 +140,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         region = _first_module_of(evidence, strays[0], name) or region
     if kind == "param" or is_state(name):
         others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
-        region = region if len(others) == 1 else ""  # the same module of several layers is that module
+        region = region if len(others) == 1 else ""  # one module in several layers counts as one
     beside = (ranks_in_words(evidence, name), name_surrounding_modules(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
 
@@ -156,15 +156,15 @@ def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:
 
 
 def has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
-    """Whether every parameter of a run without failures is surely right: no wide limit may hide a wrong step."""
+    """Whether a passing run has surely right parameters, since no wide limit may hide a wrong step."""
     decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
     return 0 < decided == of and not run.lower.names and run.dtype in ("float64", "float32")
 
 
 def _user_of(truth: Truth, module: str) -> str:
-    """The module whose backward computes the gradient of the output of `module`; for the last module itself.
+    """The module whose backward computes the gradient of the output of `module`; the last module itself has none after.
 
-    That is the next module in the same parent, or else the next one at all. Code between two siblings, as after a block
+    It is the next module in the same parent, or else the next one at all. Code between two siblings, as after a block
     (a residual sum) or between two matrices, belongs to their parent.
     """
     order = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
@@ -184,9 +184,9 @@ def _user_of(truth: Truth, module: str) -> str:
 
 
 def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str, str]:
-    """Phase and module of wrong parameter gradients whose activation gradients are all right.
+    """Phase and module of wrong parameter gradients whose activation gradients are all right, and a sentence.
 
-    The third is a sentence if backward left the first one right: then what follows is wrong. Otherwise it is "".
+    The sentence is "" unless backward left the first gradient right, so that what follows is wrong.
     """
     run, truth = evidence.run, evidence.truth
     bad = [name for name in wrong if kind_of(name) == "grad"]
@@ -207,8 +207,8 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str,
 def _owner_of_gradient(run: RecordedRun, truth: Truth, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
-    A last module without parameters may use the table of the first one, as a head tied to the embedding does. The
-    gradient that it adds has every row, and that of looking up some tokens has not.
+    A last module without parameters may use the table of the first one, as a head tied to the embedding does. Then the
+    gradient is wrong in every row, since looking up tokens reaches only some rows.
     """
     modules = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     leaves = [module for module in modules if not any(other.startswith(f"{module}.") for other in modules)]
@@ -250,7 +250,7 @@ def name_surrounding_modules(run: RecordedRun, truth: Truth, name: str, wrong: C
     line = [other for other in order if other.rpartition(".")[0] == around]
     if kind not in ("act", "act_grad") or not around or module not in line[1 if kind == "act" else 0 :]:
         return ""
-    last, at = line[-1], line.index(module)  # modules before the last one may stand side by side
+    last, at = line[-1], line.index(module)  # modules before the last one may be parallel branches
     one, itself, passed = (line[at - 1], module, line[:at]) if kind == "act" else (last, last, line[at + 1 :])
     values = run.tensors
     right = all(f"{kind}/{other}" in values and f"{kind}/{other}" not in wrong for other in passed)

@@ -1,12 +1,13 @@
 """Finds by experiment which words of a case a failure needs: the case is run again with words changed.
 
-A word is needed if the failure vanishes with another value of it, with all other words as they are. If a rule makes
-other words change along with it, the word does not count if these alone remove the failure. Many words are changed at
-once, and in halves if the failure vanishes. So n words of which k are needed take about `2 k log2(n / k)` runs. The
-plainest dtype comes first, then one rank. Then the case becomes as plain as the failure allows: every word gets its
-plainest value, a number the plainest that still fails. Then each word gets another value, first the words that are not
-plain. Only runs of the plainest case with one word changed are stated. A change that is refused or undecided states
-nothing, and neither does a change beside other words that remove the failure alone. No rule is about any bug. Source:
+A word is needed if the failure vanishes with another value of it while all other words stay. If a rule changes other
+words along with it, the word does not count if these alone remove the failure. Many words are changed at once, and then
+in halves if the failure vanishes. So n words of which k are needed take about `2 k log2(n / k)` runs.
+
+The plainest dtype is tried first, then one rank. Then the case becomes as plain as the failure allows: every word gets
+its plainest value, a number the plainest that still fails. Then each word gets another value, first the words that are
+not plain. Only runs of the plainest case with one word changed are stated. Nothing is stated of a change that is
+refused or undecided, or that changes other words which remove the failure alone. No rule is about any bug. Source:
 delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
 """
 
@@ -25,13 +26,14 @@ Fails = Callable[[CaseLike], "bool | None"]
 Raises OutOfTime if the budget is spent.
 """
 _REPAIRS = 4
-"""The most repairs of an illegal change, each of one more word."""
+"""The most other words that are made plain to make an illegal change legal."""
 
 
 def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
     """The words that the failure of this case needs, as far as `fails` has time.
 
-    `domains`: word -> the values that it may have, the plainest first. Numbers and dtypes are tried with plainer ones.
+    `domains`: word -> the values that it may have, the plainest first. Of numbers and dtypes only plainer ones than the
+    case's are tried first.
     """
     search = _Search(case, domains, fails)
     with suppress(OutOfTime):
@@ -53,9 +55,7 @@ class _Search:
         self._tried: set[str] = set()
 
     def run(self, kept: Collection[str] = ()) -> None:
-        """Make all experiments, beginning with the failing case; words that are `kept` become plain only along with
-        others.
-        """
+        """Make all experiments, beginning with the failing case. `kept` words are not made plain by themselves."""
         self.case, self._kept = self._failed, kept
         self._tried.clear()
         plain = {word: values[0] for word, values in self._domains.items() if word not in kept}
@@ -63,15 +63,14 @@ class _Search:
         self.simplify_first(self.fewer_ranks())
         self.simplify([(word, value) for word, value in plain.items() if getattr(self.case, word) != value])
         if self.simplify_each():
-            self.simplify_each()  # beside plainer words, changes may work that were illegal or removed the failure
+            self.simplify_each()  # now that words are plainer, further changes may be possible
         self.decide()
 
     def find_contradicting_words(self) -> set[str]:
-        """Words for which the plainest case is right although they have the failing case's value: others must be needed
-        too.
+        """Words that have the failing case's value in a case that is right: another word must be needed as well.
 
-        Also words whose value in the failing case could not be run alone, since by a rule it needs others, if another
-        value is right.
+        Also words with a right value whose value in the failing case could not be run alone, since a rule ties it to
+        other words.
         """
         right = {word: self._runs(word, False) for word in self._domains}
         return {
@@ -82,7 +81,7 @@ class _Search:
         }
 
     def fewer_ranks(self) -> list[Change]:
-        """Changes that remove ranks: the plainest value of every word that has fewer ranks with it."""
+        """Changes that remove ranks: the plainest value of every word with which the case has fewer ranks."""
         changes = []
         for word, values in self._domains.items():
             if word in self._kept:
@@ -128,10 +127,10 @@ class _Search:
         return self.case is not before
 
     def decide(self) -> None:
-        """Find the needed words: those that are not plain one by one, then all others many at once.
+        """Find the needed words: first those that are not plain, one by one, then all others, many at once.
 
-        A mode that is plain comes after the other words. One right value of a word shows that it is needed, so its
-        further values are tried at the very end: if time runs out then, no word is missing.
+        A mode that is plain comes after the other words. One right value of a word shows that it is needed, so further
+        values of needed words are tried at the very end: if time runs out then, no word is missing.
         """
         words = [word for word in self._domains if self._others(word)]
         plain = [word for word in words if getattr(self.case, word) == self._domains[word][0]]
@@ -165,7 +164,7 @@ class _Search:
                 self._decide_one(word)
 
     def _decide_one(self, word: str, *, one_is_enough: bool = False) -> None:
-        """Try every other value of a word. If one is right, try the words alone that had to change with it."""
+        """Try every other value of a word. If one is right, also try alone the words that had to change with it."""
         for value in dict.fromkeys((self._own(word), *self._others(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
@@ -184,9 +183,9 @@ class _Search:
         return getattr(self._failed, word)
 
     def _controls(self, word: str, other: CaseLike) -> list[CaseLike]:
-        """Cases with the words that changed beside this one, each and all of them, and with this one unchanged.
+        """Cases with the words that changed beside this one, each alone and all together, and with this one unchanged.
 
-        None if a rule changes them together.
+        Combinations that a rule changes along with this word are left out.
         """
         along = {one: getattr(other, one) for one in sorted(self._find_differing_words(other) - {word})}
         found = []
@@ -199,7 +198,7 @@ class _Search:
         return found
 
     def _runs(self, word: str, fails: bool) -> list[Any]:
-        """Other values of a word with which the plainest case was run, otherwise unchanged, and failed or was right."""
+        """Other values of a word with which the plainest case failed (or, unless `fails`, was right)."""
         found = []
         for value in dict.fromkeys((self._own(word), *self._others(word), *self._less_plain(word))):
             with suppress(ValueError, TypeError):  # no legal case
@@ -209,7 +208,7 @@ class _Search:
         return found
 
     def _right(self, word: str) -> list[Right]:
-        """Values of a word with which the case is right, not because of the words that changed beside it."""
+        """Values of a word with which the case is right, unless words that changed beside it suffice for that."""
         if self._own(word) not in (getattr(self.case, word), *self._runs(word, True)):
             return []  # the failing case itself would contradict it
         found = []
@@ -223,9 +222,9 @@ class _Search:
     def _combine(
         self, words: Sequence[str], failing: Callable[[CaseLike | None], bool | None]
     ) -> dict[str, tuple[Any, ...]]:
-        """The values of these words with which the case fails in every combination, those of the failing case first.
+        """The values of these words with which the case fails in every combination, beginning with its own values.
 
-        A word is left out if its value in the failing case is none of them.
+        A word is left out if the failing case has none of its values.
         """
         first = {word: getattr(self.case, word) for word in words}
         found = combine_words(
@@ -240,7 +239,7 @@ class _Search:
         return None
 
     def _case_fails(self, case: CaseLike | None, most_ranks: int = 0) -> bool | None:
-        """Whether the case fails; None if it has more ranks than the plainest case, unless more are allowed."""
+        """Whether the case fails; None if it has more than `most_ranks`, and more ranks than the plainest case."""
         if case is None or case.world_size > max(most_ranks, self.case.world_size):
             return None
         text = str(case)
@@ -252,7 +251,7 @@ class _Search:
         """The case with as many of these changes as are legal together, and these changes."""
         case, made = self.case, list[Change]()
         left, before = list(changes), None
-        while left != before:  # what was illegal may be legal beside the others
+        while left != before:  # an illegal change may be legal after others
             before, left = left, []
             for word, value in before:
                 try:
@@ -266,7 +265,7 @@ class _Search:
     def _with(self, case: CaseLike, word: str, value: Any) -> CaseLike:
         """The case with another value of this word. If that is illegal, words that break a rule become plain too.
 
-        Raises the ValueError or TypeError of a case that is still illegal then.
+        Raises ValueError or TypeError if the case is still illegal.
         """
         changed: Any = dataclasses.replace
         words = {word: value}
@@ -298,7 +297,7 @@ class _Search:
         return tuple(value for value in values if value != mine)
 
     def _less_plain(self, word: str) -> tuple[Any, ...]:
-        """Larger values of a number, which are tried if no plainer one can be right."""
+        """Larger values of a number, which are tried if the plainest case has no right value among the others."""
         mine, values = getattr(self.case, word), self._domains[word]
         own = word != "dtype" and _is_ordered(word, mine) and mine in values[1:]
         return tuple(values[values.index(mine) + 1 :]) if own else ()
@@ -320,5 +319,5 @@ class _Search:
 
 
 def _is_ordered(word: str, value: Any) -> bool:
-    """Whether only plainer values are tried: of numbers, and of dtypes, whose wider limits may hide the error."""
+    """Whether only plainer values are tried, as for numbers, and for dtypes, whose wider limits may hide the error."""
     return word == "dtype" or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -39,7 +39,7 @@ def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def _in_first_module(failure: Failure) -> list[Cause]:
-    """The causes that the numbers of the first wrong module show, under any layout that shows one."""
+    """The causes that the numbers of the first wrong module show under any layout that shows one."""
     evidence = failure.evidence
     if (located := evidence.search.located) is None:
         return []
@@ -56,12 +56,12 @@ def _in_first_module(failure: Failure) -> list[Cause]:
 
 
 def _as_undecided(cause: Cause) -> Cause:
-    """The cause of a factor that is a size of the case, where no case of another size is looked at."""
+    """The cause of a factor that is a size of the case, marked as unsure: no case of another size is looked at."""
     return replace(cause, fact=replace(cause.fact, values={**cause.fact.values, "unsure": True}), follows=())
 
 
 def _by_numbers(failure: Failure) -> list[Cause]:
-    """The causes that the numbers of the first wrong tensors show; no case of another size has later activations."""
+    """The causes that the numbers of the first wrong tensors show. Later activations have no case of another size."""
     causes = by_numbers(failure.evidence, failure.numbers) if failure.numbers else []
     is_later = failure.evidence.search.observed != (0, 0)
     return [_as_undecided(cause) if is_later and cause.follows else cause for cause in causes]
@@ -72,7 +72,7 @@ TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     calls.over_other_ranks,
     calls.behind_a_check,
     stated.of_checks,
-    # rounding that several ranks alone do, masks of dropout, samples, numbers and steps of one side alone
+    # rounding that only several ranks do, masks of dropout, samples, numbers and steps that only one side has
     calls.in_lower_precision,
     stated.rounded_on_ranks,
     masks.from_masks,
@@ -87,7 +87,7 @@ TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     calls.before_the_numbers,
     # what the numbers of the first wrong tensors look like: counts, factors, places
     _by_numbers,
-    # a call that parts later, where it may be behind the first wrong number: a loss is summed in grad_sync
+    # a differing call that comes later but may cause the first wrong number: a loss is summed in grad_sync
     calls.guess_differing_call,
     calls.guess_unused_parameters,
     # what is usually behind a check that nothing else explains

@@ -1,7 +1,7 @@
 """Exceptions of the subject: their last frames for a message, their whole traceback for a file.
 
-The exception of a rank in another process has its traceback in a note (engines.processes.rank_program), that of a
-thread is still attached. Both are read as the text that Python prints.
+If the rank is another process, its exception has the traceback in a note (engines.processes.rank_program); if it is a
+thread, the traceback is still attached. Both are read as the text that Python prints.
 """
 
 import re
@@ -18,7 +18,7 @@ _MOST = 3
 
 
 def whole_traceback(error: ShardproofError) -> str:
-    """The traceback of the exception that ended a rank, with those before it; "" if no rank raised."""
+    """The traceback of the exception that ended a rank, and of those that led to it; "" if no rank raised."""
     raised = error.__cause__
     if not isinstance(error, RankRaised) or raised is None:
         return ""
@@ -28,9 +28,7 @@ def whole_traceback(error: ShardproofError) -> str:
 
 
 def last_frames(text: str) -> str:
-    """The innermost frames of the user's code in a traceback, innermost first: "model.py:7 in forward: y = x / 0"; ""
-    if there are none.
-    """
+    """The last frames of the user's code, innermost first, as "model.py:7 in forward: y = x / 0"; "" without any."""
     frames = [frame for frame in _FRAME.finditer(text.rpartition(_BEGINS)[2]) if is_user(frame["file"])]
     places = [
         f"{shorten_path(frame['file'])}:{frame['line']} in {frame['function']}"

@@ -1,7 +1,6 @@
 """Checks the statements of a `when:` line before it is printed: the case that each of them describes is run.
 
-A case that the search has run is not run twice. A statement that its run contradicts is left out, and so is one whose
-case is refused.
+No case is run twice. A statement is left out if its run contradicts it, or if its case is refused.
 """
 
 import itertools
@@ -16,7 +15,7 @@ from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.verdicts.facts import WhenKind
 
 Proved = tuple["bool | None", tuple[str, ...]]
-"""Whether a case fails for the same reason (None if its run cannot say), and the checks that fail."""
+"""Whether a case fails for the same reason (None if that cannot be told), and the checks that fail."""
 _COMBINED = 8
 """A further value of a word is added only if it has at most this many combinations with the other words to run."""
 
@@ -30,7 +29,7 @@ def combine_words(
 ) -> dict[str, tuple[Any, ...]]:
     """The values of each word with which the case fails in every combination.
 
-    The values of `first` are known to fail. One of `others` is added if it fails with all that was found before.
+    The values of `first` are known to fail. One of `others` is added if it fails with all values found so far.
     """
     found: dict[str, tuple[Any, ...]] = {word: (value,) for word, value in first.items()}
     for word, values in others.items():
@@ -48,7 +47,7 @@ def confirm_words(
     """`found` without the statements that a run contradicts.
 
     `read` parses the text of a case. `proves` runs a case and raises OutOfTime when there is no time for another one.
-    Words whose cases were not run for want of time are named as untried.
+    Words whose cases could not be run in time are named as untried.
     """
     if not found.needed and not found.left:
         return found
@@ -90,7 +89,7 @@ class _Trial:
         """Words of the statements for which no time was left."""
 
     def parse_changed_case(self, changes: Sequence[Change]) -> CaseLike | None:
-        """The case of the words behind `tried on` with these changes; None if it is refused."""
+        """The case that `when:` names behind `tried on`, with these changes; None if it is refused."""
         with suppress(ShardproofError, ValueError):
             return self._read(f"{self._case} {changes_text(changes)}".strip() or case_text(self._case))
         return None

@@ -1,7 +1,7 @@
 """The results of the experiments on a failure: which words it needs, and the record of them. Each statement is a run.
 
-The case that was tried fails, also with each value that a needed word has in `fails`. With the words of one `right`
-added it is right.
+The plainest case that fails also fails with each value that a needed word has in `fails`. With the words of any one
+`right` it is right.
 """
 
 import itertools
@@ -27,9 +27,7 @@ class Right:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """A word that the failure needs: the values with which the case fails, its own first, and those with which it is
-    right.
-    """
+    """A word that the failure needs: values with which the case fails, its own first, and those with which it passes"""
 
     word: str
     fails: tuple[Any, ...]
@@ -48,7 +46,7 @@ class Needed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededWords:
-    """The results of the experiments on one failure. `case` is the plainest that fails.
+    """The results of the experiments on one failure. `case` is the plainest case that fails.
 
     `left`: whether the failure survived some change. `untried`: words for which there was no time. `beside`: words that
     are not plain in `case`, and of which nothing is known. `unproved`: why nothing can be stated.
@@ -79,7 +77,7 @@ class NeededWords:
 
     @property
     def failing(self) -> Iterator[tuple[Change, ...]]:
-        """The cases that `only with` states, as changes of the case, itself first: every combination of the values."""
+        """The cases that `only with` states, as changes of the case: every combination of values, first no change."""
         for values in itertools.product(*(one.fails for one in self.needed)):
             changes = zip([one.word for one in self.needed], values, strict=True)
             yield tuple((word, value) for word, value in changes if value != getattr(self.case, word))

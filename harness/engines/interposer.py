@@ -57,9 +57,9 @@ class Interposer:
     """While entered, the observers get every call that this process issues through the dispatcher.
 
     An operator that is not known here is reported as op `other`, from its schema. Raises MachineError when another
-    kernel is at the key already, or when a probe call is not observed. Otherwise a blind recorder would pass for a
-    silent program. An exception in reading a call is the program's, unless `let_go` takes it: then that call is not
-    observed.
+    kernel is at the key already, or when a probe call is not observed; otherwise a program would look silent although
+    the recorder is blind. An exception in reading a call is raised in the program, unless there is `let_go`: then that
+    gets the exception, and the call is not observed.
     """
 
     def __init__(

@@ -3,11 +3,11 @@
 torchrun's RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_SIZE, the ranks of a
 machine as DeepSpeed's launcher says it. Source: torch.distributed.run, deepspeed.launcher.launch.
 
-torch, OpenMP and MKL keep the number of threads for each thread. A thread that is new begins with one for each
-processor, and torch's own setting reaches it with its first parallel loop only. A product before that would be added up
-in another order than the same product later. So whatever computes says it when it begins: the driver, each rank, each
-thread that one of them or a truth starts. On small tensors more threads would only wait for each other. Recorded
-programs (harness.programs) are as their authors have them.
+torch, OpenMP and MKL keep, for each thread, on how many threads it computes. A new thread begins with one for each
+processor, and torch's own setting reaches it only with its first parallel loop. A product before that would be added up
+in another order than the same product later. So whatever computes sets the number to one when it begins: the driver,
+each rank, and each thread that one of them or a truth starts. On small tensors more threads would only wait for each
+other. For recorded programs (harness.programs) nothing is set.
 """
 
 import os
@@ -21,7 +21,7 @@ import torch
 from shardproof.harness.errors import RequestError
 
 _MEET_AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Where torchrun's ranks meet on one machine. Ranks of engines have met already, so nothing listens there."""
+"""Where torchrun's ranks meet on one machine. Ranks of our engines have met already, so nothing listens there."""
 
 
 def meeting_place(given: Mapping[str, str]) -> dict[str, str]:
@@ -44,7 +44,7 @@ def environment_of(
 
 @contextmanager
 def in_environment(words: Mapping[str, str]) -> Iterator[None]:
-    """Inside, the process has these environment variables; afterwards what it had."""
+    """Inside, the process has these environment variables; afterwards they are as before."""
     before = {word: os.environ.get(word) for word in words}
     os.environ.update(words)
     try:

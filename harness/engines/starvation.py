@@ -1,6 +1,6 @@
-"""How long threads of this process wait for a processor, which is no time of the program. Seconds.
+"""How long threads of this process wait for a processor, which is not the program's fault. Seconds.
 
-Time limits are extended by it on a busy machine. Waiting for a lock or a queue does not count, and ends in time.
+On a busy machine time limits are extended by this. Waiting for a lock or a queue does not count.
 Source: /proc/<pid>/task/<tid>/schedstat of Linux; elsewhere nothing is known, and no limit is extended.
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from shardproof.harness.interpreter import turns_of_threads
 
 LONGEST = 10
-"""How many times its limit a run may take, with the time in which ranks compile or wait for a processor."""
+"""How many times its limit a run may take, including the time in which ranks compile or wait for a processor."""
 LOOKING_S = 1e-4
 """The seconds that a computing thread may keep the interpreter while others look at it."""
 _TASKS = Path("/proc/self/task")
 
 
 class Starvation:
-    """What threads have waited for a processor since this was made, without the threads of these identities."""
+    """How long threads have waited for a processor since this was made; threads with these identities do not count."""
 
     def __init__(self, but: Collection[int] = ()) -> None:
         self._but = frozenset(map(str, but))
@@ -29,7 +29,7 @@ class Starvation:
         self.lost_s = 0.0
 
     def look(self) -> float:
-        """Seconds lost since the last look; what several threads waited at once counts once."""
+        """Seconds lost since the last look, at most the time that has passed since then."""
         seen, now_s = self._read(), time.monotonic()
         waited_ns = sum(max(waits - self._waits_ns.get(thread, 0), 0) for thread, waits in seen.items())
         lost_s = min(waited_ns / 1e9, now_s - self._looked_s)
@@ -48,7 +48,7 @@ class Starvation:
         return f"the process had {used} and waited for a processor for {self.lost_s:.3g} s of them: the machine is busy"
 
     def _read(self) -> dict[str, int]:
-        """The nanoseconds for which all threads were ready to run and none of them ran."""
+        """Thread -> for how many nanoseconds it was ready to run and waited."""
         found = {}
         with turns_of_threads(LOOKING_S):
             for thread in _TASKS.iterdir() if _TASKS.is_dir() else ():

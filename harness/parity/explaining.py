@@ -190,7 +190,7 @@ def _with_search(seen: LaunchComparison, evidence: Evidence, findings: Mapping[s
 
 
 def _start_of(seen: LaunchComparison, names: Sequence[str]) -> Fact:
-    """Which initial values differ, and the ranks on which alone they do."""
+    """The initial values that differ, and the ranks on which they do, if not on all."""
     placements = seen.partners.placements.items()
     apart = sorted({rank for (rank, _), one in placements if not one.known and {*one.names} & {*names}})
     right = {rank for (rank, _), _ in placements} - {*apart}

@@ -220,9 +220,10 @@ def count_targets(both: Compared, losses: int) -> dict[int, list[int]]:
 
 
 def _factors(both: Compared) -> Mapping[tuple[int, int], tuple[float, int]]:
-    """(data rank, micro-batch) -> its gradient as a multiple of the first launch's, and how many targets count in it.
+    """(data rank, micro-batch) -> the factor of its gradient over the first launch's, and how many targets count in it.
 
-    The gradient is that of the output nearest to the loss that all of them recorded; empty if one is no multiple.
+    The gradient is that of the output nearest to the loss that was recorded in all of them. Empty if it is no multiple
+    in one of them.
     """
     paths = dict.fromkeys(row.name for _, row in both.first.rows(_GRADIENT, 0) if row.name)
     ranks = {rank: tensors_of_rank(both, _GRADIENT, rank) for rank in range(both.second.world_size)}
@@ -250,7 +251,7 @@ def _find_row(parts: Sequence[Sequence[Tensor] | None], place: Source | None) ->
 
 
 def _factor(rows: Sequence[Tensor] | None, true: Sequence[Tensor | None]) -> tuple[float, int] | None:
-    """The factor by which these rows are `true`, and how many of their targets count; None if there is no factor."""
+    """The factor of these rows over `true`, and how many of their targets count; None if they are no multiple."""
     known = [row for row in true if row is not None]
     if not rows or len(known) != len(rows) or any(a.shape != b.shape for a, b in zip(rows, known, strict=True)):
         return None

@@ -77,7 +77,7 @@ def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 def check_launch_words(tokens: str | None, case: str | None) -> Mapping[str, object]:
-    """These words as `env.json` has them, without those that are None. Raises RequestError for a wrong one."""
+    """The words that are given, as `env.json` has them. Raises RequestError for a wrong one."""
     words: dict[str, object] = {}
     if tokens is not None:
         if not tokens.isdigit() or not 0 < int(tokens) < 10**15:

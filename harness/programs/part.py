@@ -98,7 +98,7 @@ _LOOK_S = 1.0
 
 
 class Silence:
-    """A thread that checks once a second: after a first call, `silence_s` without an observation are a silence."""
+    """A thread that looks for silences once a second: after a first call, `silence_s` without an observation."""
 
     def __init__(self, session: ProgramSession, of: Recorded, stream: EventStream, part: Part) -> None:
         self._limit_s = session.silence_s

@@ -45,10 +45,10 @@ _LOCK_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOptions:
-    """How values are recorded beside calls (harness.programs.values): the bytes of a rank and step, in GiB; what is
+    """How values are recorded beside calls (harness.programs.values): the budget of a rank and step in GiB, and what is
     changed of the program's numbers: `dtype` "float64", `dropout` off, the initial weights of `same_init` (a folder),
-    results moved by rounding with the seed `perturb` (0: not). `parts_of` is a recording of the same launch before
-    it, whose ranks show which of them hold the same part ("": there is none).
+    results moved by rounding with the seed `perturb` (0: not). `parts_of` is an earlier recording of the same launch,
+    which shows the ranks that hold the same part ("": there is none).
     """
 
     budget_gib: float = 2.0

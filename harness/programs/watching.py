@@ -170,7 +170,7 @@ class TrainingWatch:
     def _parity(self, copies: _Copies, hashes: Sequence[Sequence[int]]) -> None:
         names = list(copies.tensors)
         parted = [name for place, name in enumerate(names) if len({one[place] for one in hashes}) > 1]
-        if not parted or copies.group.group_name in self._parted:  # all ranks of the group agree in both
+        if not parted or copies.group.group_name in self._parted:  # the same on all ranks of the group
             return
         self._parted.add(copies.group.group_name)
         ranks = dist.get_process_group_ranks(copies.group)

@@ -57,7 +57,8 @@ class Attribution:
         self.paths = Paths()
         self.step = self.microbatch = 0
         self.forwards: list[tuple[Entered, int, int]] | None = None  # by model, over the whole run: step, micro-batch
-        # The last event besides calls: entered forward sent (a message after it) inside (a backward) backward stepped.
+        # The last event that is no call: "entered", "forward", "sent" (a message after a forward), "inside" (a
+        # backward), "backward" or "stepped".
         self._since = ""
         self._gradients_on = self._stepped_since = self._backward_since = self._stepless = False
         self._by_hand = True  # while no optimizer of torch.optim has stepped

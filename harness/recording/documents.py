@@ -73,10 +73,11 @@ class DocumentsNoted:
 
 
 class DocumentProbe:
-    """A run of one rank with the tokens of documents `changed`, or all gradients stopped but those of `let_through`.
+    """A run of one rank that changes the tokens of the documents `changed`, and stops all gradients but those of the
+    documents `let_through`.
 
-    `found` has by name, of every place in the order of calls, the numbers and the values that came there, then the
-    gradients: "0003 numbers model.py:20".
+    `found` has the numbers, values and gradients of every statement, named by its place in the order of calls: "0003
+    numbers model.py:20".
     """
 
     def __init__(self, changed: frozenset[int], let_through: frozenset[int]) -> None:
@@ -97,7 +98,7 @@ class DocumentProbe:
         self.found[f"{call} values {place}"] = tokens.detach().clone()
         if (
             torch.is_grad_enabled() and not tokens.requires_grad
-        ):  # frozen below: what would reach it is seen all the same
+        ):  # what comes before is frozen: the gradient that would reach it is recorded all the same
             tokens = tokens.detach().requires_grad_()
         kept, moved = (_rows_of(tokens, numbers, chosen) for chosen in (self.let_through, self.changed))
         seen: Tensor = _Stopped.apply(tokens, kept, self.found, f"{call} gradients {place}")
@@ -106,13 +107,13 @@ class DocumentProbe:
 
 
 def _rows_of(tokens: Tensor, numbers: Tensor, chosen: frozenset[int]) -> Tensor:
-    """Where tokens of these documents are, with the dims of `tokens`."""
+    """A mask of the tokens of these documents, with as many dims as `tokens`."""
     at = torch.isin(numbers, torch.tensor(sorted(chosen), dtype=numbers.dtype, device=numbers.device))
     return at.view(*at.shape, *(1 for _ in range(tokens.dim() - at.dim())))
 
 
 class _Stopped(torch.autograd.Function):
-    """The same tensor, whose gradient is kept, and is 0 beyond it where `kept` is False."""
+    """Forward returns the tensor. Backward keeps its gradient in `found`, and sends on 0 where `kept` is False."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, kept: Tensor, found: dict[str, Tensor], name: str) -> Tensor:

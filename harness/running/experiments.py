@@ -42,7 +42,7 @@ ENGINES = ("inproc", "pool", "dry")
 _OF_ONE_RUN = CHECKS.keys() - select_checks_by_need(CHECKS, Repeats) | {"run"}
 """Checks that need a single run of a case."""
 _WITHOUT_LAWS = {**CHECKS}
-"""The same checks in another mapping: `prove` adds LAWS to CHECKS itself, for a subject with a truth of its own."""
+"""The same checks in another mapping than CHECKS, to which `prove` would add LAWS."""
 Proves = Callable[..., CaseResult]
 """Proves a case by `checks` within `timeout_s`, with a second run if `repeat` is given, and explains nothing."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]
@@ -78,9 +78,9 @@ class Failed:
 def look_for_words(
     failures: Sequence[Failed], request: Request, proving: Proving, store: Store, *, apart: bool
 ) -> dict[str, tuple[Verdict, ...]]:
-    """The verdicts of failed cases, with their line `when:`, by the text of the case; stored as they are found.
+    """The verdicts of failed cases with their line `when:`, by the text of the case. Each is stored as it is found.
 
-    `apart`: look for them in another process, which a case of an experiment may end without ending this one. After
+    With `apart` another process looks for them, so that a case that ends its process does not end this one. After
     Ctrl-C the verdicts found so far are returned, and the store notes it.
     """
     verdicts: dict[str, tuple[Verdict, ...]] = {}
@@ -91,7 +91,7 @@ def look_for_words(
     except KeyboardInterrupt:
         store.notes.append(STOPPED)
         return verdicts
-    if request.when_s and request.engine in ENGINES:  # the process ended before these cases
+    if request.when_s and request.engine in ENGINES:  # for cases that the process did not reach
         late = When(kind=WhenKind.NOT_SEARCHED)
         left = {case_text(one.case): _with_when(one, late) for one in failures if case_text(one.case) not in verdicts}
         store.add_when(left)
@@ -157,7 +157,7 @@ def _examine_failures(
 
 
 def _with_cost(when: When, runs: int, start_s: float) -> When:
-    """The verdicts with their line, how many cases were run for it, and how long that took."""
+    """The line `when:` with its cost: how many cases were run for it, and how many seconds that took."""
     return replace(when, runs=runs, seconds=round(time.monotonic() - start_s, 3))
 
 
@@ -179,7 +179,7 @@ def _passes_on_processes(failed: Failed, request: Request, proving: Proving) -> 
 
 
 def _contradicts(case: CaseLike, found: NeededWords) -> bool:
-    """Whether a value is known with which the case passes."""
+    """Whether the case has a value with which the examined case is known to pass."""
     return any(getattr(case, one.word, None) == each.value for one in found.needed for each in one.right)
 
 
@@ -200,8 +200,8 @@ def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
     """The words that the failure of this case needs, searched for until `end_s` on the monotonic clock.
 
-    Each statement is read as it is printed, and the case that it describes is run by every check and law, unless the
-    search has run it so.
+    Each statement is then read as it will be printed, and the case that it describes is run with every check and law,
+    unless the search already did that.
     """
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -213,11 +213,11 @@ def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: fl
 
 
 class _Fails:
-    """Whether a case fails as the examined one did; None if its run cannot say.
+    """Whether a case fails in the same way as the examined one; None if that cannot be told.
 
     Raises OutOfTime from `end_s` on. A case whose first failure is of another kind fails for another reason, and shows
-    nothing. The search leaves out laws, which run further cases, unless nothing else has failed. Runs are repeated and
-    compared only if nothing else has failed. No case is run twice by the same checks.
+    nothing. The search leaves out laws, which run further cases, unless the fault breaks laws alone. It repeats runs
+    only if the fault shows in no check of a single run. No case is run twice by the same checks.
     """
 
     def __init__(
@@ -235,11 +235,11 @@ class _Fails:
         self._known: dict[tuple[str, bool], Proved] = {}
 
     def in_search(self, case: CaseLike) -> bool | None:
-        """By the checks of the search."""
+        """The answer by the checks of the search."""
         return self._judge(case, self._in_search)[0]
 
     def by_all_checks(self, case: CaseLike) -> Proved:
-        """By every check and law, with the names of those that fail."""
+        """The answer by every check and law, with the names of those that fail."""
         return self._judge(case, CHECKS)
 
     def _judge(self, case: CaseLike, checks: Mapping[str, Check]) -> Proved:
@@ -258,7 +258,7 @@ class _Fails:
         if mine:
             first = Failed(case=case, verdicts=tuple(mine)).first
             return (True if _reason_of_verdict(first) in self._reasons else None), names
-        return (False if failures or result.verdict == PASS else None), names  # another fault of the case is left
+        return (False if failures or result.verdict == PASS else None), names  # the rest are laws or other faults
 
     def _prove_case(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
         """The result of a case; None if it is refused. Raises OutOfTime if the time ends first."""

@@ -48,9 +48,9 @@ _WORDS = {"all ranks": "dp", "wdp": "dp", "tokens of the step": "micro"}
 def with_explanations(
     trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]
 ) -> tuple[Evidence, Mapping[str, Finding]]:
-    """The evidence with further runs for these findings, and all findings by which the failure is explained.
+    """The evidence with further runs for these findings, and every finding that explains the failure.
 
-    The run is repeated if it was not yet: replicas or runs that differ may be all that is wrong.
+    The run is repeated if that was not done yet, since only replicas or runs may differ.
     """
     trial.budget.begin(EXPLAINED_IN * trial.timeout_s)
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
@@ -70,9 +70,9 @@ def with_explanations(
 def _ended_earlier(
     trial: Trial, evidence: Evidence, wrong: Sequence[str]
 ) -> tuple[Evidence, Mapping[str, Finding]] | None:
-    """Evidence and findings of the case ended before its first wrong step, if a wrong update is possible; else None.
+    """The evidence and findings of the case stopped after a step whose update may be wrong; None if no update may be.
 
-    They are needed for subjects that return parameters after the last step alone.
+    A subject that returns parameters only after the last step shows such an update in no other way.
     """
     if not wrong or evidence.search.located is not None:
         return None
@@ -96,11 +96,11 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
     """The evidence with that of one further case for each size (tp, dp, micro) that equals a wrong factor."""
     try:
         shared = explanation_of(evidence, findings)
-    except Exception:  # the diagnosis of every check says why
+    except Exception:  # `diagnose_findings` meets this error again and records it
         return evidence
     sizes = (size for cause in shared.causes for size in cause.follows)
     first, steps, others = shared.first.name, evidence.run.case.steps, []
-    # states after a later step differ in every other case
+    # states after a later step differ in every case of another size
     later = steps > 1 if kind_of(first) == "param" else is_state(first) and step_of(first) > 0
     later = later or evidence.search.observed != (0, 0)  # and so do later activations
     for word in () if later else dict.fromkeys(_WORDS.get(size, size) for size in sizes):
@@ -112,7 +112,7 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
 def diagnose_findings(
     evidence: Evidence, findings: Mapping[str, Finding], context: Mapping[str, Finding], subject: str, options: str
 ) -> tuple[dict[str, Diagnosis], dict[str, FailedCheck]]:
-    """Every failed check -> its diagnosis, and -> its record. A failure that cannot be explained remains a failure."""
+    """The diagnoses of the failed checks and their records. A failure that cannot be explained remains a failure."""
     case, diagnoses = evidence.run.case, dict[str, Diagnosis]()
     failures: dict[str, FailedCheck] = {}
     every = {**context, **findings}
@@ -157,7 +157,7 @@ def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Ev
 
 
 def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
-    """The evidence of the same subject in another case, as far as this tensor needs it; None if it cannot be had."""
+    """The evidence of the same subject in another case; None if the case is refused or cannot be run."""
     other = trial.of_case(case)
     if not trial.has_time("elsewhere"):
         return None
@@ -172,7 +172,7 @@ def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
 
 
 def _of_other_size(case: CaseLike, word: str, steps: int) -> Iterator[CaseLike]:
-    """Legal cases in which this word is larger by one, doubled, or 1, with as many steps as show the wrong tensor."""
+    """Legal cases of this many steps, on few ranks, in which the word is larger by one, doubled, or 1."""
     now = case.micro if word == "micro" else split_axes(case).get(word, 1)
     for value in dict.fromkeys((now + 1, 2 * now, 1)):
         try:

@@ -1,20 +1,20 @@
-"""Fault injection: every fault of a subject, one after another: which checks notice it, and which no check would miss.
+"""Fault injection, one fault of a subject after another: which checks notice it, and which calls no check would miss.
 
     results = survey_faults(case, subject, engine)
     for collective in unproved_collectives(results): print(collective.target, collective.why)
 
-A fault is killed when a check fails that passes without it (`run` when the ranks do not even finish). A fault that
-cannot be noticed, because the program it makes computes the same, has a proof; what is neither has survived. Times are
-seconds.
+A fault is killed when a check fails that passes without it (`run` if the ranks do not even finish). A fault is
+equivalent if no check can notice it, because the disturbed program computes the same; this takes a proof. Any other
+fault has survived. Times are seconds.
 
-A rule reads the fault alone and has its proof in words; `subject.harmless(case, fault)` states what a subject knows of
-its mathematics. Two more proofs need a run. UNCHANGED: every disturbed call left the very bits that it leaves
-undisturbed. UNREAD: all other calls did, and all that the subject returns has the same bits. They hold for the case
-that was run. Checks that did not fail prove nothing and are nowhere taken for a proof.
+A rule proves it from the fault alone, in words; `subject.harmless(case, fault)` states what a subject knows of its
+mathematics. Two more proofs need a run, and hold for its case. UNCHANGED: every call left the very bits that it leaves
+undisturbed. UNREAD: every call but the disturbed ones did, and all that the subject returns has the same bits. That no
+check fails is never taken for a proof.
 
-The kill matrix has what planted bugs, faults and variants came to, one row each, and the figures over all rows. A row
-is one of them in one mode. Times are seconds from planting to the verdict. `region_right` and `cause_right` are "yes",
-"no" or "" where the row has no place or no right cause. The columns are a contract: `COLUMNS`.
+The kill matrix has a row for each planted bug, fault or variant in each mode, and figures over all rows. Times are
+seconds from planting to the verdict. `region_right` and `cause_right` are "yes", "no" or "" where the row has no place
+or no right cause. The columns are a contract: `COLUMNS`.
 
 `held_back` mutants are never looked at by authors of rules of diagnosis; their rows are written without a name.
 `cause_told` is one of `JUDGEMENTS`, or "" where nothing was diagnosed (faults, survivors):
@@ -22,10 +22,10 @@ is one of them in one mode. Times are seconds from planting to the verdict. `reg
     right           the first cause that is reported is one that is right for this bug, and so are all others
     right and more  the first one is right, another one beside it is not
     none            no cause is reported
-    misleading      the first one is not right: right ones behind it do not count
+    misleading      the first one is not right, even if right ones follow
 
-A bug may be measured with its right twin (`shardproof faults --field`). `twin` is "yes" when the same case without the
-bug is quiet, and `when` is the line of words that the failure needs.
+A bug may be measured beside the right code (`shardproof faults --field`). `twin` is "yes" when the same case without
+the bug is quiet, and `when` is the line of words that the failure needs.
 """
 
 import dataclasses
@@ -59,8 +59,7 @@ UNREAD = "every other call and all that the subject returns have the same bits: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the checks made of a planted fault: which of them failed, the proof that it is none, and the seconds it
-    took.
+    """What the checks made of a planted fault: those that failed, the proof that no check can, and the seconds taken.
 
     `killed_by` is "run" if the program raises or does not end. `machine` says why the machine could not finish it.
     """
@@ -83,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`proof` (one line of words) for the faults for which the rule holds."""
+    """A proof, in one line, that no check can notice the faults for which the rule holds."""
 
     proof: str
     holds: Callable[[Fault], bool]
@@ -176,8 +175,8 @@ def survey_faults(
 ) -> list[FaultResult]:
     """The results of these faults, by default all legal ones. The dense model is computed once.
 
-    With `first_only` a fault is done with the first stage of checks that notices it: the recorded run is checked before
-    it is repeated. Raises RequestError if the subject without a fault does not finish, or passes no check.
+    With `first_only` the run with a fault is not repeated once a check of the single run has failed. Raises
+    RequestError if the subject without a fault does not finish, or passes no check.
     """
     given = resolve_subject(subject)
     known = reference_of(given, engine, timeout_s)
@@ -326,9 +325,7 @@ class Kill(Answer):
 
     @classmethod
     def of(cls, cells: Mapping[str, str]) -> "Kill":
-        """The row of these cells by column. The reasons of equivalent rows, and of rows without a verdict, are not
-        stored.
-        """
+        """The row with these cells, by column. Why a row is equivalent, or has no verdict, is not stored."""
         words = {name: cells[name] for name in ("name", "kind", "stands_for", "mode", "phase", "region")}
         words |= {name: cells[name] for name in ("region_right", "cause_right", "cause_told", "twin", "when")}
         return cls(
@@ -351,9 +348,9 @@ COLUMNS: tuple[str, ...] = (
 class Figures:
     """Figures of a matrix; shares are (how many, of how many).
 
-    `cause_right` is of the rows for which a cause is right to report; the other shares of causes are of all diagnosed
-    rows. `cause_more` are right ones with a wrong one beside them. `unfinished` rows, which the machine could not
-    finish, count in no share. `when_told` are killed rows whose words were found, `twin_quiet` those that are quiet
+    `cause_right` counts the rows that have a right cause; the other shares of causes count all diagnosed rows.
+    `cause_more` are rows with a wrong cause beside the right one. `unfinished` rows, which the machine could not
+    finish, count in no share. `when_told` are rows for which needed words were found, `twin_quiet` those that are quiet
     without the bug.
     """
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardproof.harness.diagnosing.diagnosis import Diagnosis
 
 _UNDECIDED = (NoNumbers, NotComputed)
-"""Errors of an engine that could not finish a program, which may be right."""
+"""Errors of an engine that could not finish a program, although the program may be right."""
 
 
 def prove(
@@ -93,7 +93,7 @@ def prove(
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     leave_unloaded()
-    if checks is CHECKS and truth_of(given) is not None:  # these laws are for truths of subjects; ours has tests
+    if checks is CHECKS and truth_of(given) is not None:  # laws test a subject's own truth; our dense model has tests
         checks = {**CHECKS, **LAWS}
     try:
         with one_thread():
@@ -140,7 +140,7 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
 
 
 def _find_problems(trial: Trial) -> dict[str, Finding]:
-    """What the subject could not answer, and what is unexplained of a failure, by the check that lacks it."""
+    """Findings on what is missing, by check: what the subject could not answer, and explaining runs without time."""
     found = {
         check: Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
         for check, problem in trial.problems.items()

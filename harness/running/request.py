@@ -21,12 +21,12 @@ class Request:
     """Request of a run: these cases of a subject on an engine, whose ranks compute on a device.
 
     The run folder is made in `out`, which the user called `asked_out`. `timeout_s` bounds each run of a case and each
-    dense model. `command` goes to env.json. `profile` names the tools under which every case is run once more as a
-    witness of its ledger: torch, nsys. They watch `profile_steps` of that run, None for all. Where this process can be
-    forked, `processes` prove the cases in its place; with 0 this one does. So a case that ends its process ends no
-    other. `fail_fast`: the first case that neither passes nor is skipped is the last. `when_s`: how long the words
-    that a failure needs are looked for, three times that in all; 0: not at all. `repeat_every`: 3 where every third
-    case is run twice, to compare its two runs.
+    dense model. `command` goes to env.json. `profile` names the tools (torch, nsys) under which every case is run once
+    more as a witness of its ledger; they watch `profile_steps` of that run, None for all. `processes` is the number of
+    forked processes that prove cases in place of this one, so that a case that ends its process ends no other. With
+    `fail_fast` the first case that neither passes nor is skipped is the last. `when_s` is how long the words that one
+    failure needs are looked for; all failures together get three times as long, and 0 means not at all. With a
+    `repeat_every` of 3 every third case is run twice, to compare its two runs.
     """
 
     cases: tuple[CaseLike, ...]
@@ -60,7 +60,7 @@ class Request:
 def seconds(text: str, word: str, legal: str = "60") -> float:
     """The seconds of an option called `word`. Raises RequestError unless it is a number above 0 and at most a week.
 
-    If `legal` is 0, 0 is allowed.
+    `legal` is the value that the message suggests; if it is 0, 0 is allowed.
     """
     try:
         number = float(text)

@@ -1,9 +1,9 @@
 """Worker processes that prove the cases of a run in place of this one, and how cases are divided among them.
 
-A case may end its process (a crash in native code, memory that runs out), or hang in native code. Then it ends neither
-this process nor other cases: it is reported, and a new process goes on. A process sends the names of the parts of a
-case, then its StoredCase or an exception. It ends with its socket, so with the process that started it. Times are
-seconds.
+A case may crash its process (in native code, or because memory runs out), or hang in native code. Neither this process
+nor the other cases suffer: the case is reported, and a new process proves the rest. A process sends the name of every
+part of a case as it begins, then the StoredCase or an exception. It ends when its socket closes, and so with the
+process that started it. Times are seconds.
 
 Cases with the same dense model are proved by one process, one after another, so that its results serve all of them. A
 case that loads a checkpoint follows the case that saves it.
@@ -31,15 +31,15 @@ from shardproof.harness.running.result import StoredCase, stored_part
 from shardproof.harness.running.trials.trial import BOUNDED, PARTS, too_long
 
 _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
-"""A part of a case may take this much longer than its time limit before its process is ended: as long again, within
-these bounds.
+"""How long a part of a case may go on after its time limit before its process is ended: as long as that limit, but no
+less than the first of these and no more than the second.
 """
 _LEAVE_S = 5.0
 """How long a process may take to end after it has closed its connection."""
 _PARTS = 10
 """A part without a limit of its own (checks, a diagnosis) may take this many time limits without a message."""
 _BEGINS = "case"
-"""The name of what a case does before its first run."""
+"""The name of the part of a case that comes before its first run."""
 _THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"
 _QUEUED = 2
 """The most cases that a process has: the one that it proves, and the next."""
@@ -55,7 +55,7 @@ Proving = Callable[[Request, Callable[[str], object]], AbstractContextManager[Ca
 class ProvingProcess:
     """A worker that proves cases. `asked` are the numbers of its cases, the current one first.
 
-    After its end `note` says how it ended, and `error` is that of the case that it was proving, or None.
+    After its end `note` says how it ended. `error` is the error of the case that it was then proving; None without one.
     """
 
     def __init__(self, worker: Worker, request: Request) -> None:
@@ -70,7 +70,7 @@ class ProvingProcess:
     def ask(self, number: int, case: CaseLike) -> None:
         """Have this case proved."""
         self.asked.append(number)
-        with suppress(OSError):  # it has ended, which is received in place of an answer
+        with suppress(OSError):  # the process has ended, and `take` receives its end
             self.worker.pipe.send(case)
 
     def take(self, message: bytes | ProcessEnd) -> dict[int, Answer]:

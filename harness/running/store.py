@@ -5,7 +5,7 @@
     ledger.csv      every call of every rank; ledger.csv.gz above LARGEST_LEDGER bytes, packed at the end
     summary.csv     calls and bytes by mode, phase, op and axis; timings.csv: seconds by part of a case
     memory.csv      the most bytes that autograd held for backward, by rank
-    verdicts.jsonl  every verdict, with the number of verdicts of its case (`of`); behind them rows of `when`
+    verdicts.jsonl  every verdict, with the number of verdicts of its case (`of`); after them the rows of `add_when`
 
 The folder is `<out>/<time>-<subject>/`, the link `<out>/latest` leads to it. Rows are appended and never changed. A
 case is appended when it is finished, its verdicts last: a case with verdicts is stored completely. Text is UTF-8, lines
@@ -42,7 +42,7 @@ class Store:
     """An open run folder. Raises RequestError with the path and the reason if it cannot be written."""
 
     def __init__(self, out: Path, subject: str, environment: Mapping[str, object]) -> None:
-        """Make the folder with its empty tables; `notes` says what was not possible, such as the link."""
+        """Make the folder with its empty tables. `notes` says what could not be done, such as making the link."""
         self.notes: list[str] = []
         self.path = new_run_folder(out, subject)
         with guard_writing(out):
@@ -81,7 +81,7 @@ class Store:
             self._append("verdicts.jsonl", _rows(verdicts))
 
     def add_when(self, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
-        """Append what experiments found about failed checks, by the text of their case, as rows without a verdict."""
+        """Append a row for each failed check whose `when` is known. `verdicts` are by the text of their case."""
         rows = (
             {"case": one.case, "check": one.check, "when": plain(one.failure.when)}
             for own in verdicts.values()
@@ -125,7 +125,7 @@ class Store:
 
 
 def file_of(case: str, ending: str) -> str:
-    """The file of a case, named by as much of its text as a name may hold, and a digest if texts look alike."""
+    """The name of a case's file: up to 60 characters of its text, and a digest, since long texts begin alike."""
     return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
 
 

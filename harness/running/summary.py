@@ -63,7 +63,7 @@ def summarize(
 ) -> list[SummaryRow]:
     """The rows of one case, in the order of phases and ops; `ran` are the ranks that were run, if not all were.
 
-    The expectation is that of the rank with the largest. `axes` are the case's, for terms that hold at some coordinates
+    The expected numbers are the largest of all ranks. `axes` are the case's, for terms that hold at some coordinates
     alone.
     """
     places = {rank: place for place, rank in enumerate(ran or range(world_size))}
@@ -98,8 +98,9 @@ def _of_known(pick: Callable[[list[int]], int], numbers: Sequence[int | None]) -
 def _expected_traffic(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | None, int | None]:
     """The calls and bytes that a row must have; None for those that do not follow from its terms.
 
-    Terms that state the same fields count different events, so they add up; others may count an event twice. `alone`:
-    no other row has its phase, op and axis, so terms need not state the size of the group.
+    Terms that state the same fields count different events, so they add up. Terms that state different fields may count
+    an event twice, so nothing follows. `alone`: no other row has its phase, op and axis, so terms need not state the
+    size of the group.
     """
     own = [term for term in terms if all(mine in (None, its) for mine, its in zip(_KEY(term), key, strict=True))]
     fields = {tuple(name for name in term.stated if name in FIELDS) for term in own}

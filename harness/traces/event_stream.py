@@ -37,7 +37,7 @@ Json = dict[str, Any]
 
 
 class TraceEvents:
-    """The events for which `wants(category, name)`, and those of which neither is known before they are read.
+    """The events for which `wants(category, name)`, and those whose category is not known before they are read.
 
     `header` holds the other entries of the file, all of them once the events have been read. Raises RequestError for a
     file that cannot be read, is cut, or is no trace.

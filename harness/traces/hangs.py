@@ -141,13 +141,13 @@ def _check_rank(one: RankStanding) -> None:
 
 
 def _of_part(folder: Path) -> RankStanding:
-    """A rank of our recorder: what it wrote in a silence or at its end; without that, the end of its ledger."""
+    """A rank that our recorder recorded: from the calls that it wrote in a silence or at its end, if there are any."""
     last = folder / "last.json"
     if last.is_file():
         return _of_last(load_dump(last), str(last))
     end = folder / "end.json"
     failed = end.is_file() and bool(load_dump(end).get("failed"))
-    if end.is_file() and not failed:  # it came to its end, where a recorder writes both
+    if end.is_file() and not failed:  # a recorder writes both files at its end
         raise RequestError(f"dump {folder}: a trace that `shardproof read` read has no last calls; legal: {_LEGAL}")
     ended = "its recorder failed before" if failed else f"it was killed or crashed{_last_row(folder)}"
     return RankStanding(rank=int(folder.name), world_size=0, source=str(folder), ended=ended, lost=not failed)

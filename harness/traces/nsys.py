@@ -8,8 +8,8 @@ NCCL names an op, and in its payload the bytes of one message and the communicat
 in the payload of the call that made them. Dtypes, names of groups and global ranks are in none. Written from NCCL's
 payload schemas and tried on a database made by hand, not on that of a job.
 
-Times in nanoseconds there. Schema: nsys 2022.4 and later, NVTX_EVENTS.eventType: 75 domain, 33 category, 59 push/pop,
-60 start/end, 34 mark.
+Times in the database are nanoseconds. Schema: nsys 2022.4 and later, NVTX_EVENTS.eventType: 75 domain, 33 category,
+59 push/pop, 60 start/end, 34 mark.
 """
 
 import json
@@ -246,7 +246,7 @@ def _of_nccl(path: Path, process: int, entries: Sequence[_Entry]) -> Trace:
 
 
 def _nccl_call(entry: _Entry, sizes: Mapping[object, int | None]) -> TracedCall:
-    """NCCL counts the message of one rank: what all_gather, reduce_scatter and all_to_all hand over is that of all."""
+    """A call of NCCL, which states the message of one rank. all_gather, reduce_scatter, all_to_all move that of all."""
     op, message = find_op(entry.message), _number(entry.fields, "message size", "size [bytes]", "bytes")
     size = sizes.get(_communicator(entry.fields))
     of_all = op in ("all_gather", "reduce_scatter", "all_to_all")

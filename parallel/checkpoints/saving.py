@@ -120,7 +120,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     stored = Weights(folder=folder, held=_weights(rank, folder)) if foreign else Stored.open(folder)
     tensors = stored.tensors
     has_states = any(key.startswith("optimizer.") for key in tensors)
-    # If all steps were skipped, the optimizer has no states; another system's weights come without any.
+    # The optimizer has no states if all steps were skipped, and in weights of another system.
     needs_states = rank.case.optimizer == "adamw" and (has_states or (rank.case.scaler == "none" and not foreign))
     shapes = {name: place.shape for name, place in rank.strategy.placements(rank.case).items()}
     wanted = keys(rank.case, shapes, states=needs_states)
@@ -160,7 +160,7 @@ def _weights(rank: Rank, folder: Path) -> dict[str, Tensor]:
 
 
 def _is_foreign_key(key: str) -> bool:
-    """Whether another system's checkpoint has this key: those of parameters, and the number of steps (0)."""
+    """Whether another system's checkpoint has this key: it has parameters, and the number of steps, 0."""
     return key.startswith("model.") or key == STEPS
 
 

@@ -28,11 +28,10 @@ MICRO_BATCHES, ONCE_A_STEP = "steps * micro", "steps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteTerm:
-    """Calls of which every field is stated: `calls` equal ones over the whole run, with the fields of the ledger.
+    """A number of equal calls (`calls`) over the whole run, with the fields of the ledger.
 
-    Every rank issues them, or the ranks at these places of the mesh do. `hidden`: each travels while a product is
-    computed between its issue and its wait. `elements` is the formula of the payload and `why` its reason, both from
-    the row.
+    Every rank issues them, or the ranks at these places of the mesh (`at`). If they are `hidden`, a product is computed
+    between each one's issue and its wait. `elements` is the formula of the payload and `why` the reason of the calls.
     """
 
     phase: str
@@ -52,7 +51,7 @@ class CompleteTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlace:
-    """Where a call is issued: the module, "" for none, and the coordinates of the ranks, empty for all ranks.
+    """The place of a call: its module ("" for none) and the coordinates of the ranks that issue it (empty: all ranks).
 
     `values` are further names that a row's formulas may use.
     """
@@ -69,19 +68,18 @@ Places = Callable[[Case], Iterable[CallPlace]]
 class CallRow:
     """Calls of one kind; the first five fields are positional, so that rows read as the lines of a table.
 
-    where     the module that issues them, "" for no module, or a function from a case to its places: one call at each
+    where     the module that issues the calls ("" for none), or a function from a case to places: one call at each
     phase     the phase, or several: "forward backward"
-    op        of the ledger; a reduction sums unless it says otherwise: "all_reduce max"
+    op        the ledger's op; a reduction is a sum unless another word follows: "all_reduce max"
     elements  formula: elements of the payload
     why       what the call is for
     axis      mesh axis
-    dtype     of the ledger, "loss" for that of the loss, "gradients" for that in which gradients are summed; the case's
-              unless said
+    dtype     a dtype; "" is the case's, "loss" that of the loss, "gradients" that in which gradients are summed
     times     formula: calls over the whole run
-    when      formula: whether there are any
-    hidden    formula: whether each travels while a product is computed
-    again     whether recomputation repeats it: "layer" in full alone, "core" in selective too, "" never
-    alone     issued in a group of one rank, too
+    when      formula: whether there are any calls
+    hidden    formula: whether a product is computed between the issue of each call and its wait
+    again     which recomputation repeats the call: "layer" of whole layers, "core" also that of the core, "" none
+    alone     whether it is issued in a group of one rank, too
     """
 
     where: str | Places
@@ -164,7 +162,7 @@ def _term(row: CallRow, phase: str, place: CallPlace, names: "_Names") -> Comple
 
 
 class _Names:
-    """The values of names in formulas: those of the place, `ranks` (the axis's size), then those of the case."""
+    """The values of names in formulas, looked up in the place, then `ranks` (the axis's size), then in the case."""
 
     def __init__(self, case: Case, ranks: int, values: Mapping[str, Any]) -> None:
         self.case, self.ranks, self._values = case, ranks, {"max": max, "ranks": ranks, **values}

@@ -5,11 +5,11 @@
 A mesh has this rank's groups, one per axis, as explicit values. There is no process-wide state. Ranks are global ranks,
 numbered as the case's `order` has it (Megatron-Core `RankGenerator`).
 
-A `Placement` is a shape and its cuts, one after the other. The second cut splits the local tensor that the first one
-left, as FSDP2 over tensor parallelism does. Offsets and sizes count elements. A fused weight is several sub-parameters
-one behind the other along the split dim (`blocks`: w13 = w1, then w3). Every block is split by itself. Padding exists
-in local tensors only: it is zero, it follows the last real element, and no piece ever contains any of it. Source of the
-needs: modes.md 8.2 (sub-parameters, granularity, exact inverse), around.md 15 (rows, flat buckets).
+A `Placement` is a shape and its cuts, one after the other. A second cut splits the local tensor that the first one
+left, as FSDP2 over tensor parallelism does. Offsets and sizes count elements. A fused weight has several sub-parameters
+end to end along the split dim (`blocks`: w13 = w1, then w3), and every block is split by itself. Only local tensors
+have padding: it is zero, it follows the last real element, and no piece contains any of it. Sources: modes.md 8.2
+(sub-parameters, granularity, exact inverse), around.md 15 (rows, flat buckets).
 """
 
 import functools
@@ -126,12 +126,12 @@ class Cut:
     With `dim` None all elements are split end to end, and the local tensor has one dim.
 
     order   blocks   each of `blocks` in equal shares at multiples of `unit` (rows of one kv group). `blocks` are the
-                     lengths of the sub-parameters (none: one block, the whole dim); what their sum exceeds the dim by
-                     is padding
+                     lengths of the sub-parameters (empty: the whole dim is one block). If their sum exceeds the dim,
+                     the excess is padding
             chunks   ceil(length / ranks) elements each, the last ranks fewer or none (`torch.chunk`, FSDP2)
-            zigzag   2 * ranks equal chunks; rank i holds number i and number 2 * ranks - 1 - i (causal context ranks)
-    held    replaces the order: for every rank of the axis, the ranges of elements that it holds, in the order in which
-            they lie there (shares may differ or be empty, and an element may lie on several ranks)
+            zigzag   2 * ranks equal chunks; rank i holds chunks i and 2 * ranks - 1 - i (causal context ranks)
+    held    replaces the order: for every rank of the axis, the ranges of elements that it holds, in their order on the
+            rank (shares may differ or be empty, and an element may lie on several ranks)
 
     Raises ValueError for an unknown order.
     """
@@ -338,7 +338,7 @@ def _widths(cut: Cut, length: int, parts: int) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _runs(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """The (start, length) of this rank's real elements along the cut, in the order in which they lie; no padding."""
+    """The (start, length) of this rank's elements along the cut, in their order on the rank, without padding."""
     _check(cut, shape)
     length = _length(cut, shape)
     if cut.held:

@@ -3,19 +3,19 @@
 A *virtual stage* is one chunk of layers; virtual stages are numbered in the order in which a micro-batch passes them.
 Rank r holds the stages r, r+pp, r+2pp, ..
 
-Each rank computes by one rule: `warm` forwards, then forward and backward in turn, then the backwards that are left.
-The schedule decides how many `warm` are. Sources: GPipe arXiv:1811.06965, 1F1B and interleaved arXiv:2104.04473,
-Megatron-Core 0.16.1 `pipeline_parallel/schedules.py` (around.md 13.1, 13.2).
+Each rank computes by one rule: some warm-up forwards, then forward and backward in turn, then the remaining backwards.
+The schedule decides the number of warm-up forwards. Sources: GPipe arXiv:1811.06965, 1F1B and interleaved
+arXiv:2104.04473, Megatron-Core 0.16.1 `pipeline_parallel/schedules.py` (around.md 13.1, 13.2).
 
-A program is a rank's computations with the messages between them, in the batches in which they are issued. A step of it
-is one computation, or one batch of messages that are issued together and waited for together. Two forms, both
-Megatron-Core 0.16.1's (`schedules.py`, `p2p_communication.py`; around.md 13.1, 13.2, 13.4):
+A program is a rank's computations with the messages between them. Each of its steps is one computation, or one batch of
+messages that are issued together and waited for together. There are two forms, both Megatron-Core 0.16.1's
+(`schedules.py`, `p2p_communication.py`; around.md 13.1, 13.2, 13.4):
 
-plain        a receive comes just before the computation that needs it, a send just after the one that made it; a send
-             and the receive from the same neighbour behind it are one batch, once the warm-up is over
-interleaved  one batch at the end of every iteration (a forward, a forward and a backward, or a backward), in the
-             order send_prev, recv_prev, send_next, recv_next; the first rank receives activations, and the last rank
-             gradients, of an earlier chunk, which its neighbour sends before they are needed
+plain        A tensor is received just before the computation that needs it, and sent just after the one that made it.
+             After the warm-up a send and the next receive are one batch, if both are with the same neighbour.
+interleaved  Each iteration (a forward, a forward and a backward, or a backward) ends with one batch, in the order
+             send_prev, recv_prev, send_next, recv_next. The last rank sends activations to the first one for the next
+             chunk, and the first rank sends gradients to the last one, iterations before they are needed.
 
 A pipeline's stages are consecutive layers, the embedding on the first, final norm, head and loss on the last.
 
@@ -23,7 +23,7 @@ A rank holds one stage, or one for each of its chunks: stage k*pp + r is chunk k
 model: stage 1 of two holds `layers.2`, not a `layers.0` of its own. With tied embeddings the last stage holds a copy of
 the token table for its head, under the table's name. Without a pipeline the one stage is the whole model.
 
-Which layers of a stage backward computes again, and which of them together, as one unit:
+Which layers of a stage backward computes again, and in which units:
 
     recompute_method=uniform    all layers, in units of recompute_layers; a unit saves its input alone
     recompute_method=block      the first recompute_layers layers of every stage, each a unit; the others save all
@@ -261,10 +261,10 @@ def _by_iteration(pipeline: Pipeline, rank: int, made: Sequence[Action]) -> Prog
 def _due(
     pipeline: Pipeline, kind: Kind, needing: Sequence[Action], table: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """The number of this rank's forward (or backward) behind which a message is received; -1: before the first.
+    """The number of a forward (or backward) of this rank, with the messages received after it; -1: before the first.
 
-    A neighbour runs one iteration ahead, so what it sends is received one iteration before it is needed. Round the loop
-    it was sent up to a group earlier: pp-1 iterations after the sender's own.
+    A neighbour runs one iteration ahead, so what it sends is received one iteration before it is needed. A message
+    between the two ends of the pipeline is received pp-1 iterations after it was computed.
     """
     place = {where: index for index, where in enumerate(table)}
     due: defaultdict[int, tuple[Action, ...]] = defaultdict(tuple)
@@ -282,9 +282,8 @@ TABLE = "embedding.tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage of `count` on this many ranks: its layers by number, and whether the last stage reads the token table.
-
-    A tied head reads the table, and so does a module that embeds behind the decoder.
+    """Stage `index` of `count` on this many ranks: its layers by number, and whether the last stage reads the token
+    table, as a tied head does, or a module that embeds after the decoder.
     """
 
     index: int
@@ -295,12 +294,12 @@ class Stage:
 
     @property
     def at(self) -> Mapping[str, int]:
-        """The place of its rank on the mesh, as a term has it; empty if there is one stage."""
+        """The place of the stage's rank on the mesh, as a term has it; empty on one rank."""
         return {"pp": self.rank} if self.ranks > 1 else {}
 
     @property
     def rank(self) -> int:
-        """The place of its rank in the pipeline."""
+        """The number of the stage's rank in the pipeline."""
         return self.index % self.ranks
 
     @property
@@ -320,12 +319,12 @@ class Stage:
 
     @property
     def copies_table(self) -> bool:
-        """Whether it holds a copy of the first stage's token table."""
+        """Whether the stage holds a copy of the first stage's token table."""
         return self.last and not self.first and self.reads_table
 
     @property
     def shares_table(self) -> bool:
-        """Whether its token table is held by another stage too."""
+        """Whether the stage has a token table that another stage holds too."""
         return self.copies_table or (self.first and not self.last and self.reads_table)
 
     def holds(self, name: str) -> bool:

@@ -2,8 +2,8 @@
 
 Ring attention: every rank keeps its queries, while the keys and values of all ranks go round.
 
-Letters: c ranks; K elements of one rank's keys, b * (s/c) * kv_heads * head_dim, and as many of its values. Gradients
-are in the dtype of statistics. Keys and values of one rank travel together, as one block.
+There are c ranks. One rank's keys have K = b * (s/c) * kv_heads * head_dim elements, and so have its values. The two
+travel together, as one block. Gradients are in the dtype of statistics.
 
     step of rank r       0        1        2       ..  c-1      then
     computes with        r        r-1      r-2         r+1                all modulo c
@@ -11,35 +11,31 @@ are in the dtype of statistics. Keys and values of one rank travel together, as 
     backward hops        k, v  -> k, v  -> ..      -> k, v      -         c-1 sends and receives of 2K
                                   dk, dv -> dk, dv -> dk, dv -> home      c   sends and receives of 2K, wide
 
-A hop sends to the next rank and receives from the one before, both in one batch: no rank waits for another one's
-receive. The next block is under way while this one is computed with. Heads are repeated for their groups after a hop,
-never before; rotated keys travel rotated. The gradient of a block follows the block one step behind it and collects
-what every rank adds. After c hops it is back at the block's owner.
+A hop sends to the next rank and receives from the rank before, both in one batch: no rank waits for another one's
+receive. The next block travels while this one is computed with. Heads are repeated for their groups only after a hop;
+rotated keys travel rotated. The gradient of a block follows the block one step behind it, and every rank adds its part.
+After c hops it is back at the block's owner.
 
 Every rank gets every block, also those that none of its queries may see. Slices of unequal length give messages of
 unequal length; an empty block is not sent. Source: arXiv:2310.01889; torch `_templated_ring_attention` and picotron
 `context_parallel` (backward as here). TransformerEngine `AttnFuncWithCPAndKVP2P` starts backward from the block of the
 last step and turns the other way: c-1 hops bring every gradient home. around.md 14.1.
 
-Context parallelism by all-to-all, alone or inside of a ring: a rank gives tokens away and gets heads for them.
+All-to-all, without or inside of a ring: a rank gives tokens away and gets heads for them. The inner axis has `a` ranks,
+the outer one c/a. Over the inner axis queries, keys and values go from [B, s/c, N, D] to [B, a*s/c, N/a, D], and the
+context goes back. Over the outer axis keys and values go round in a ring. One rank's queries have Q elements, its keys
+K' = K, or K * a / kv_heads where kv heads are repeated so that every inner rank gets one.
 
-Letters: a ranks of the inner axis, c/a of the outer one; Q elements of one rank's queries, K of its keys. K' = K, or K
-* a / kv_heads where each kv head must be repeated for every inner rank to get one.
+Without a ring (a = c) a rank then holds whole rows of its heads, in the order of the ranks, and the mask is taken in
+this order. With a ring the inner ranks are neighbours, and a rank holds `a` times the tokens with 1/a of the heads. So
+a hop carries as many bytes as without the exchange. Source: arXiv:2309.14509 (Ulysses); arXiv:2405.07719 (both, USP);
+TransformerEngine `a2a+p2p`. around.md 14.1.
 
-Over the inner axis queries, keys and values go from [B, s/c, N, D] to [B, a*s/c, N/a, D], and the context back. Over
-the outer axis keys and values go round in a ring.
-
-With the inner axis alone (a = c) the exchanged rank holds whole rows of its heads, in the order of the ranks. The mask
-is taken at their places. With both, the inner ranks are neighbours, and the exchanged rank holds the tokens of all of
-them. These are `a` times the tokens, `a` times thinner, so a hop of the ring carries as many bytes as without the
-exchange. Source: arXiv:2309.14509 (Ulysses); arXiv:2405.07719 (both, USP); TransformerEngine `a2a+p2p`. around.md 14.1.
-
-Context parallelism by all-gather: every rank keeps its queries and gets the keys and values of all ranks at once. Keys
-and values go from [B, s/c, K, D] to [B, s, K, D] on c ranks. Their gradients go back from partial sums to own parts. A
-key's gradient is the sum over the ranks of what their queries add: the conjugate of a gather. Gathered keys lie in the
-order of the ranks, not of the row, so the mask is taken at the places of both. They are kept for backward: c times the
-memory of the ring, no call more. Source: TransformerEngine `AttnFuncWithCPAndKVAllGather` (which gathers again in
-backward: two all-gathers more); arXiv:2407.21783 (Llama 3). around.md 14.1.
+All-gather: every rank keeps its queries and gets the keys and values of all ranks at once, from [B, s/c, K, D] to
+[B, s, K, D]. Backward reduce-scatters their gradients, since the queries of every rank add to them. Gathered keys lie
+in the order of the ranks, not of the row, and the mask is taken in this order. They are kept for backward: that takes c
+times the memory of the ring and no further call. Source: TransformerEngine `AttnFuncWithCPAndKVAllGather` (which
+gathers again in backward: two all-gathers more); arXiv:2407.21783 (Llama 3). around.md 14.1.
 
 Context parallelism as a scheme: what the words `cp cp_comm cp_inner cp_slices` replace of a strategy.
 
@@ -51,9 +47,9 @@ Context parallelism as a scheme: what the words `cp cp_comm cp_inner cp_slices` 
     data, loss   | the axis dp becomes dp_cp: context ranks see other tokens, so all gradients are partial sums there
     rows         | the calls of the method too, per layer and micro-batch, in attention
 
-The mode's exchange stays around the core. Under isp tokens of the slice are exchanged for heads over tp. Keys and
-values of whole slices go round over cp (InternEvo's 2D attention). Loss, gradients and token counts need no factor:
-sums over dp_cp, divided once by the number of tokens of all (around.md 14.3).
+The mode's exchange stays around the core. Under isp the tokens of a slice are exchanged for heads over tp, and the keys
+and values of whole slices go round over cp (InternEvo's 2D attention). Loss, gradients and token counts need no factor:
+they are summed over dp_cp, and divided once by the number of all tokens (around.md 14.3).
 """
 
 from collections.abc import Callable
@@ -106,7 +102,7 @@ def ring_attention(
 
 
 class _Ring(torch.autograd.Function):
-    """Forward and backward of the table in the docstring of this module."""
+    """Forward and backward as in the table of this module's docstring."""
 
     @staticmethod
     def forward(
@@ -144,7 +140,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _owner(axis: Axis, step: int) -> int:
-    """Whose block this rank computes with in a step."""
+    """The rank whose block this rank computes with in a step."""
     return (axis.rank - step) % axis.size
 
 
@@ -173,7 +169,7 @@ def _hop(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap: bool)
 
 
 def ring_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
-    """The messages of equal slices over an axis; `keys` is the formula of the elements K of one rank's keys."""
+    """The messages of a ring with equal slices; `keys` is the formula of K, the elements of one rank's keys."""
 
     block: Callable[..., CallRow] = partial(CallRow, ATTENTION, elements=f"2 * {keys}", axis=axis, again="core")
     follow = partial(block, times=f"(ranks - 1) * {MICRO_BATCHES}", hidden="overlap")
@@ -203,7 +199,7 @@ def gathered_attention(
 
 
 def gathered_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
-    """The calls; `keys` is the formula of the elements K."""
+    """The calls of attention by all-gather; `keys` is the formula of K, the elements of one rank's keys."""
     times = f"2 * {MICRO_BATCHES}"
     each = partial(CallRow, ATTENTION, elements=f"{axis} * {keys}", axis=axis, times=times, again="core")
     return (
@@ -217,7 +213,7 @@ def exchanged_attention(
 ) -> Tensor:
     """Attention [B,q,N,D] of this rank's queries over the keys of all ranks. Raises ValueError for unequal slices.
 
-    `keep` are the factors of dropout of the exchanged heads and queries, keys in the order of the row.
+    `keep` are the factors of dropout for the heads and queries after the exchange, keys in the order of the row.
     """
     slices.require_equal("alltoall")
     visible = slices.visible(slices.gather_order, slices.gather_order)
@@ -236,9 +232,9 @@ def nested_attention(
     keep: Tensor | None = None,
     overlap: bool = True,
 ) -> Tensor:
-    """Exchange as in `exchanged_attention`, with a ring of the outer ranks around.
+    """The exchange of `exchanged_attention` over the inner ranks, with ring attention over the outer ones as its core.
 
-    Rank r of the slices is inner rank r % a of outer rank r // a. Raises ValueError for unequal slices.
+    Context rank r is inner rank r % a and outer rank r // a. Raises ValueError for unequal slices.
     """
     slices.require_equal("alltoall inside of a ring")
     groups = slices.merge_ranks(inner.size)
@@ -250,7 +246,7 @@ def nested_attention(
 
 
 def exchanged_rows(queries: str, keys: str, *, axis: str) -> tuple[CallRow, ...]:
-    """The exchanges over an axis; formulas of the elements Q and K' (repeated heads counted)."""
+    """The exchanges over an axis, by the formulas of Q and K' (see above)."""
     each = partial(CallRow, ATTENTION, "forward backward", "all_to_all", axis=axis, again="core")
     return (
         each(queries, "tokens of queries for heads"),
@@ -265,7 +261,7 @@ def nested_rows(queries: str, keys: str) -> tuple[CallRow, ...]:
 
 
 def apply(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy with the slices and the attention of this case's context ranks; itself without any."""
+    """The strategy with the slices and the attention of this case's context ranks; unchanged if there is one rank."""
     if not case.is_sliced:
         return strategy
 
@@ -297,9 +293,9 @@ def _places_of_ranks(case: Case) -> tuple[Tensor, ...]:
 
 
 def _shares(case: Case, place: Placement) -> Placement:
-    """Placement of the attention probabilities as the case's method computes them.
+    """The placement of the attention probabilities as the case's method computes them.
 
-    A rank has its own queries, or those of all ranks with which it exchanged tokens for heads, in the order of ranks.
+    A rank has its own queries; or, in the order of ranks, the queries of all ranks with which it exchanged heads.
     """
     exchanged = {"alltoall": "cp", "alltoall-ring": "cp_inner"}.get(case.cp_comm)
     if exchanged is None:
@@ -313,7 +309,7 @@ def _shares(case: Case, place: Placement) -> Placement:
 
 
 def _ranges(places: Tensor) -> tuple[range, ...]:
-    """Runs of consecutive places, in their order."""
+    """The places as ranges of consecutive ones, in the same order."""
     borders = [0, *(1 + (places.diff() != 1).nonzero()[:, 0]).tolist(), len(places)]
     firsts = [int(places[border]) for border in borders[:-1]]
     return tuple(
@@ -347,7 +343,7 @@ def _parts(case: Case, mesh: Mesh, parts: Parts) -> Parts:
 
 
 def _method(case: Case, mesh: Mesh) -> Callable[..., Tensor]:
-    """(q, k, v, slices=) -> context, by the case's method."""
+    """The case's method: (q, k, v, slices=, keep=) -> context."""
     match case.cp_comm:
         case "gather":
             return partial(gathered_attention, axis=mesh.axis("cp"))

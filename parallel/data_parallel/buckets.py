@@ -1,4 +1,4 @@
-"""Gradients in flat buckets: summed over the data ranks, whole (zero=0) or each rank its own part (zero=1).
+"""Gradients in flat buckets: each rank gets their sum over the data ranks (zero=0), or its own part of it (zero=1).
 
 Backward adds every gradient to its place in a buffer, in the buffer's dtype. The buffer is cut into buckets, and the
 gradients of a bucket are summed in one collective. With `bucket=` the sum starts in the backward of the last
@@ -59,7 +59,7 @@ def gradient_dtype(case: Case) -> torch.dtype:
 
 
 def trained_dtype(case: Case) -> torch.dtype:
-    """The dtype of what the optimizer steps."""
+    """The dtype of the tensors that the optimizer steps."""
     return torch.float32 if case.master == "float32" else dtype_of(case)
 
 
@@ -74,9 +74,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Elements [start, end) of the buffer, padding included, and where its parameters lie, in the
-    order of the buffer.
-    """
+    """Elements [start, end) of the buffer, padding included, and the places of their parameters, in this order."""
 
     start: int
     end: int
@@ -99,8 +97,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The elements [first, last) of a flattened parameter that a rank owns; they begin at element `at` of its part of a
-    bucket.
+    """The elements [first, last) of a flattened parameter that a rank owns, and the place of the first one in the
+    rank's part of the bucket (`at`).
     """
 
     name: str
@@ -114,9 +112,9 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """The buckets for parameters, given as name -> elements in order of registration.
 
-    A bucket is closed once it holds `largest` elements; with 0 there is only one. Each parameter of `apart` gets a
-    bucket of its own if buckets are sharded: an embedding that two pipeline stages share needs one, so that both stages
-    shard it alike.
+    A bucket is closed once it holds `largest` elements; with 0 there is only one bucket. If buckets are sharded, each
+    parameter of `apart` gets a bucket of its own. An embedding that two pipeline stages share needs this, so that both
+    stages shard it alike.
     """
     unit, divisor = (ALIGNMENT, math.lcm(ranks, DIVISOR)) if sharded else (1, 1)
     found: list[Bucket] = []
@@ -161,7 +159,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class _Under:
-    """A bucket of this rank: how many of its gradients have come in this step, and its sum over ranks once that has
+    """A bucket of this rank, the number of its gradients that have come in this step, and its sum over ranks, once
     started.
     """
 
@@ -235,7 +233,7 @@ class Buckets:
         return replace(rank, parameters=masters, updated=masters)
 
     def _prepare_split(self, rank: Rank) -> Rank:
-        """Have this rank step its part of every bucket: of each flat parameter the range that lies in the part."""
+        """Let the optimizer step this rank's part of every bucket: a range of each flat parameter."""
         ranges_by_name: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
         for under in self._under:
             for index in range(self._axis.size):
@@ -253,7 +251,7 @@ class Buckets:
         return rank if self._case.master == "none" else replace(rank, parameters=updated, places=places)
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
-        """Backward has completed a parameter's gradient of one micro-batch."""
+        """Take a parameter's gradient of one micro-batch into the buffer; start the bucket's sum after the last one."""
         assert parameter.grad is not None
         taken = accumulates_in_buffer(self._case, name)
         if not taken or name == TABLE:
@@ -355,9 +353,9 @@ def _trained_leaf(tensor: Tensor, case: Case) -> Tensor:
 def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:
     """The buckets of a stage's parameters, given as name -> elements. Each chunk of a rank has a buffer of its own.
 
-    As in Megatron-Core `DistributedDataParallel`, `bucket=` applies to the first stage alone: the sums of later stages
-    overlap with the backward of the first. The copy of the token table on the last stage comes last, where an untied
-    head's weight would be.
+    As in Megatron-Core `DistributedDataParallel`, `bucket=` applies only to the first stage: the sums of later stages
+    overlap with its backward. On the last stage the copy of the token table takes the place of an untied head's weight,
+    the last in the order.
     """
     names = sorted(sizes, key=lambda name: stage.copies_table and name == TABLE)
     return make_buckets(
@@ -377,7 +375,7 @@ def accumulates_in_buffer(case: Case, name: str) -> bool:
 
 
 class BucketsByAxis:
-    """The buffers of experts and of all other parameters as one. The two have their copies on different ranks.
+    """The buffers of experts and of all other parameters together; their copies lie on different ranks.
 
     `buckets` are the buffers by the mesh axis over which their parameters have copies.
     """

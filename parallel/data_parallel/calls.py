@@ -64,10 +64,10 @@ def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> 
 
 
 def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
-    """The calls of a step of the strategy of a case, beside those of its modules."""
+    """The calls that a step of this strategy makes once, after the last backward."""
     places = trained_placements(strategy, case)
     loss_axes, scaled = (case.token_axis, *case.pipeline_axes), 'scaler != "none"'
-    # From placements and not from Strategy.norm_axes, which the step itself reads: so an error there is found.
+    # From placements, since the step itself reads Strategy.norm_axes: so an error in those is found.
     dense = (place.axes for name, place in places.items() if case.data_axis_of(name) not in strategy.expert_data_axes)
     split = (strategy.weight_axis, *sorted(set().union(*dense)), *([shard_axis(case)] if case.zero else []))
     shared = [*dict.fromkeys(split), *(axis for axes in strategy.expert_data_axes.values() for axis in axes)]
@@ -106,7 +106,7 @@ def trained_placements(strategy: Strategy, case: Case) -> Placements:
 
 
 def ranks_at(case: Case, **at: int) -> Coordinates:
-    """The coordinates of the rank at these places of the mesh; it is the first one on every other axis."""
+    """The coordinates of the rank at these places of the mesh; on every other axis it is the first rank."""
     first = coordinates(case, 0)
     return {**first, **{axis: (own, first[axis][1]) for axis, own in at.items()}}
 
@@ -197,9 +197,7 @@ def _completing_module(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, b
 
 
 def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
-    """Gathers of the sharded parameters of units, and sums of their gradients. A gather counts in the unit that starts
-    it.
-    """
+    """The gathers of units' parameters, each counted in the unit that starts it, and the sums of their gradients."""
     times = ONCE_A_STEP if case.no_sync else MICRO_BATCHES
     for axis in (shard_axis(case), *strategy.expert_data_axes):
         sharded = {name: place for name, place in places.items() if shard_axis(case, name) == axis}
@@ -217,7 +215,7 @@ def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[C
 
 
 def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[CallPlace]:
-    """The units of every stage: in a phase where their gathers start, otherwise at their own modules.
+    """The units of every stage: with a phase at the modules where their gathers start, without one at their own.
 
     With `prefetch=` the gather of a unit starts in the unit that is used before it.
     """
@@ -261,7 +259,7 @@ def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
 Line = tuple[str, str]
 _MB = 2**20
 _STATES, _SPLIT_STATES = (18.0, 0.0), (6.0, 12.0)
-"""Bytes a parameter: those that every data rank keeps, and those that the data ranks share."""
+"""Bytes of each parameter that every data rank keeps, and bytes that the data ranks share."""
 
 
 def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Line]:

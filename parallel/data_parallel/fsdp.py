@@ -1,27 +1,27 @@
 """Parameters in shards of rows (zero=2, zero=3): gathered for use by units, their gradients reduced into the shards.
 
-Units are the layers, and the model itself for what lies outside of them. Experts, whose copies lie on other ranks, are
-units of their own. Before a unit's forward its shards are gathered. When backward has left it, its gradients are summed
-over the ranks, each keeping its own rows, after every micro-batch. Where the ranks of a shard are fewer than the data
-ranks (`shard=`), the shards are summed over the replicas once a step.
+A unit is a layer, or the model itself for the parameters outside of layers. Experts, whose copies lie on other ranks,
+are units of their own. Before a unit's forward its shards are gathered. After each backward of the unit its gradients
+are summed over the ranks, and each rank keeps its own rows. With `shard=` fewer ranks than the data ranks share a
+parameter; then the gradient shards are summed over the replicas once a step.
 
-    zero=2   a unit stays gathered until backward has left it
+    zero=2   a unit stays gathered until its backward has ended
     zero=3   every unit but the model is dropped after its forward and gathered again before its backward
 
-With `no_sync` the gradients of whole parameters are added up on each rank, and reduced in the backward of the last
-micro-batch. With `prefetch` the model and each layer start to gather the next layer before they compute, with zero=3 in
-backward too.
+With `no_sync` each rank adds up the gradients of whole parameters, and reduces them in the backward of the last
+micro-batch. With `prefetch` the model and each layer start to gather the next layer before they compute; with zero=3
+they do so in backward too.
 
 Each chunk of a pipeline is a model of its own, with several micro-batches under way. A unit that backward has gathered
-stays until a forward has used it too, or the last backward of the step.
+stays until a forward has used it too, or until the last backward of the step.
 
 With zero=3 the second forward of a recomputed layer gathers it, and backward uses the same tensors. The optimizer steps
-the shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter holds
-none of it. Only prefetched gathers are asynchronous. Sources: torch 2.13 `fully_shard`, `_PipelineStageBase`, whose
-`backward_maybe_with_nosync` keeps what is gathered and reduces once (around.md 15.3); arXiv:1910.02054 for ZeRO.
+the shards. With `master=float32` these are float32 and rounded before every gather. Only prefetched gathers are
+asynchronous. Sources: torch 2.13 `fully_shard`, `_PipelineStageBase`, whose `backward_maybe_with_nosync` keeps what is
+gathered and reduces once (around.md 15.3); arXiv:1910.02054 for ZeRO.
 
 Rank r of n holds rows [r*c, (r+1)*c) of d rows, with c = ceil(d/n), as torch.chunk cuts them. The last shards may be
-shorter or empty. Every shard is padded to c rows in collectives, so a unit of parameters j sends and receives
+shorter or empty. In collectives every shard is padded to c rows, so a unit of parameters j sends and receives
 
     U = sum over j of ceil(d_j/n) * n * (elements of a row of j)
 
@@ -54,7 +54,7 @@ Shape = tuple[int, ...]
 
 
 def shard_axis(case: Case, name: str = "") -> str:
-    """The mesh axis over which a parameter is sharded; without a name that of dense parameters."""
+    """The mesh axis over which a parameter is sharded. Without a name it is the axis of dense parameters."""
     return "shard" if case.shard else case.data_axis_of(name)
 
 
@@ -65,7 +65,7 @@ def padded_rows(rows: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitLayout:
-    """Parameters that are gathered and reduced together, by name, over `ranks` ranks. Sizes count elements."""
+    """The shapes of the parameters of a unit, which are gathered over `ranks` ranks together. Sizes count elements."""
 
     shapes: Mapping[str, Shape]
     ranks: int
@@ -129,9 +129,7 @@ class Shards:
         return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
 
     def _link_prefetches(self, units: "Mapping[str, _Unit]", numbers: Sequence[int]) -> None:
-        """For each unit, set which one it starts to gather before it computes: the next in forward, the next in
-        backward.
-        """
+        """Set the units that each unit starts to gather before it computes: the next in forward, and in backward."""
         layers = [units[f"layers.{number}"] for number in numbers]
         if root := units.get(""):  # a stage in the middle holds nothing outside of its layers
             root.following = layers[0]
@@ -207,7 +205,7 @@ class _Unit:
         self._pending_gather = start_all_gather(flat, self._axis, dim=0, overlap=overlap)
 
     def gather(self) -> list[Tensor]:
-        """The full parameters; gathered now unless they are here."""
+        """The full parameters, gathered now unless the unit has them."""
         if not self._full_params:
             self.start()
             assert self._pending_gather is not None
@@ -249,7 +247,7 @@ class _Unit:
         self._backwards_done += 1
 
     def sum_over(self, replicas: Axis | None) -> None:
-        """Sum the gradient shards over the replicas, if any. The next gradient begins the sum of the next step."""
+        """Sum the gradient shards over the replicas, if any. The next gradient then begins a new sum."""
         if replicas is not None:
             self._grad_shards = all_reduce(self._grad_shards, replicas)
         self._backwards_done = 0
@@ -279,14 +277,12 @@ class _Unit:
                 self._full_params = []
 
     def _restore_shards(self) -> None:
-        """Take the full parameters out of the modules, which find their shards again."""
+        """Take the full parameters out of the modules, so that these have their shards as parameters again."""
         for owner, leaf in self._places_of_params.values():
             owner.__dict__.pop(leaf, None)
 
     def _pack_saved(self, tensor: Tensor) -> Tensor | _SavedView:
-        """What autograd keeps of a tensor that it saves: of a full parameter, which is to be freed, only the view of
-        it.
-        """
+        """What autograd keeps instead of a tensor: of a full parameter, which will be freed, only how it is viewed."""
         storage = tensor.untyped_storage()
         for number, own in enumerate(self._storages):
             if storage is own:
@@ -301,7 +297,7 @@ class _Unit:
 
 
 class _Gather(torch.autograd.Function):
-    """Shards -> full parameters; backward reduces their gradients into the unit's own sum and returns none."""
+    """Shards -> full parameters. Backward adds their gradients to the unit's own sum and returns None."""
 
     @staticmethod
     def forward(ctx: Any, unit: _Unit, *shards: Tensor) -> tuple[Tensor, ...]:
@@ -333,7 +329,7 @@ class _GatherAgain(torch.autograd.Function):
 
 
 def units_of(case: Case, names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of parameters by the module with which they are gathered: their layer, or "" (the model) outside layers."""
+    """Names of parameters by the module with which they are gathered: a layer, experts, or "" for the model."""
     units = dict[str, list[str]]()
     for name in names:
         first, number, *_ = [*name.split("."), ""]

@@ -1,40 +1,39 @@
 """Experts in place of a layer's MLP, with hidden states in the layout of the mode.
 
-A rank routes tokens of its own. Where hidden states are whole on every tensor rank, each takes its part of the sequence
-first, and the outputs are gathered in the end. Otherwise tp copies of a token would each send its gradient to the
-experts, tp times the right one (experts.md 22.1). The shared expert is an MLP of the mode's linears.
+A rank routes tokens of its own. If the tensor ranks hold the same hidden states, each takes its part of the sequence
+first, and the outputs are gathered at the end. Otherwise each of them would send a token's gradient to the experts: tp
+times the right gradient (experts.md 22.1). The shared expert is an MLP of the mode's linears.
 
-`OwnExperts` sends T rows, sorted by expert, through the MLPs that this rank holds. Weights are [experts of the rank,
-out, in]. Each of the `etp` ranks holds a part of the inner features, so that outputs are partial sums over etp. The
-router's weight of a row multiplies its inner features, cast back to their dtype. Source: Megatron-Core 0.16.1
-`SequentialMLP` (experts.md 21.6).
+`OwnExperts` sends rows, sorted by expert, through the MLPs that this rank holds. Weights are [experts of the rank, out,
+in]. Each of the `etp` ranks holds a part of the inner features, so outputs are partial sums over etp. Source:
+Megatron-Core 0.16.1 `SequentialMLP` (experts.md 21.6).
 
-The router of one layer: logits of this rank's own tokens, which experts they go to, and with what weight.
+The router selects the `top_k` experts of a token with the largest scores, and weighs their outputs:
 
-    softmax       select the largest logits; weights are the softmax of those selected
-    pre-softmax   the same selection; weights are their shares of the softmax over all experts, not normalised again
-    sigmoid       weights are the sigmoids of those selected, divided by their sum where there are several
+    router        scores       weights of the selected experts
+    softmax       the logits   the softmax over the selected logits
+    pre-softmax   the logits   the softmax over all logits, not normalised again
+    sigmoid       sigmoids     the sigmoids, divided by their sum if top_k > 1
 
-Among equal scores the expert with the smaller number is selected; `torch.topk` leaves that open. All weights are
-multiplied by `router_scale`. With `router_groups` experts are selected from `kept_groups` of the groups: those in which
-the top_k / kept_groups best scores have the largest sum. With `bias_rate` a bias is added to the sigmoids by which
-experts are selected, and not to the weights. Letters: T tokens, E experts. Source: Megatron-Core 0.16.1
+Of equal scores the expert with the smaller number is selected, which `torch.topk` leaves open. All weights are
+multiplied by `router_scale`. With `router_groups`, experts are selected from `kept_groups` of the groups: those in
+which the top_k / kept_groups best scores have the largest sum. With `bias_rate`, a bias is added to the sigmoids that
+select, not to the weights. Letters: T tokens, E experts. Source: Megatron-Core 0.16.1
 `topk_routing_with_score_function` (experts.md 21.1).
 
-Balance losses are terms of the summed loss that push routers to use all experts alike:
+Balance losses are terms of the summed loss that push routers to use all experts alike. For T tokens, K = top_k:
 
-    aux_loss        E/(K T^2) * sum over experts of (its rows) * (the sum of its scores)     T tokens of a micro-batch
-    sequence_loss   the same of every row, and the mean over rows
-    global_loss     the same of the micro-batches that all data ranks have at once, the mean over data ranks
+    aux_loss        E/(K T^2) * sum over experts of (rows of the expert) * (sum of its scores), of a micro-batch
+    sequence_loss   the same of each row of the batch; the mean over its rows
+    global_loss     the same of the micro-batches that all data ranks have at once; T is then the number of all tokens
     z_loss          1/T * the sum of logsumexp(logits)^2
 
-Rows are counted over all ranks that hold the micro-batch (for global_loss: one of the micro-batches), by one all-reduce
-of integers for each loss. With balance_of=counted T is the number of tokens whose loss counts, summed in the same call.
-Scores are this rank's own, so that the terms of all ranks add up to the loss. Each term is multiplied by T, because the
-gradients of a step are divided by its counted tokens. Megatron's per-token mode took the rank's own number for T
-(experts.md 21.5, X1). Scores are the softmax, or each sigmoid over the sum of all; experts are chosen by them without
-groups and bias. Source: Megatron-Core 0.16.1 `switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961,
-2202.08906.
+Here scores are the softmax, or the sigmoids divided by their sum over all experts, and select without groups and bias.
+A rank sums the scores of its own tokens only, so the terms of all ranks add up to the loss. Rows are counted over all
+ranks that hold the micro-batch, by one all-reduce of integers for each loss. Each term is multiplied by T, because the
+gradients of a step are divided by its counted tokens. With balance_of=counted T is the number of tokens whose loss
+counts, summed in the same call; in Megatron's per-token mode it was the rank's own number (experts.md 21.5, X1).
+Source: Megatron-Core 0.16.1 `switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961, 2202.08906.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +63,10 @@ def has_balance(case: Case) -> bool:
 
 
 def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None) -> Tensor:
-    """The sum [] of all terms over this rank's tokens, or those of `counted_BS`. Forced choices count as given."""
+    """The sum [] of all balance losses over this rank's tokens, or over those that `counted_BS` marks.
+
+    With forced routing the choices count as given.
+    """
     share_BSE = scores(case, logits_BSE)
     if case.routing == "learned":
         chosen_BSE = select(case, share_BSE, plain=True)
@@ -95,7 +97,7 @@ def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor,
 
 
 def router_dtype(case: Case) -> torch.dtype:
-    """The dtype of logits, and of the weights that travel with rows."""
+    """The dtype of logits, and of the weights that are computed from them."""
     dtype: torch.dtype = dtype_of(case) if case.router_dtype == "model" else getattr(torch, case.router_dtype)
     return dtype
 
@@ -121,7 +123,7 @@ class Router(nn.Module):
 
 
 def scores(case: Case, logits: Tensor) -> Tensor:
-    """The score of every expert for each token, which add up to 1: [.., E]."""
+    """The scores of all experts for each token, [.., E]; their sum is 1."""
     if case.router != "sigmoid":
         return logits.softmax(-1)
     one = logits.sigmoid()
@@ -129,7 +131,7 @@ def scores(case: Case, logits: Tensor) -> Tensor:
 
 
 def select(case: Case, score: Tensor, *, plain: bool = False) -> Tensor:
-    """The experts of every token by these scores, bool [.., E]; `plain`: without regard to groups."""
+    """The experts of every token by these scores, bool [.., E]. With `plain` the groups do not matter."""
     score = score.detach()
     if case.router_groups > 1 and not plain:
         members = score.unflatten(-1, (case.router_groups, -1))
@@ -169,7 +171,7 @@ class _Stacked(nn.Module):
 
 
 class OwnExperts(nn.Module):
-    """The experts of a rank; `shapes` are the local ones of up, down and, for swiglu, gate."""
+    """The experts of a rank; `shapes` are the local shapes of up, down and, for swiglu, gate."""
 
     def __init__(
         self, activation: str, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
@@ -180,7 +182,7 @@ class OwnExperts(nn.Module):
             self.add_module(leaf, _Stacked(shape, dtype, device))
 
     def forward(self, x_TH: Tensor, weights_T: Tensor, rows: Sequence[int]) -> Tensor:
-        """Rows -> rows, sorted by expert; `rows` is the number for each expert, 0 for some."""
+        """The outputs of rows sorted by expert. `rows` is the number of rows of each expert, and may be 0."""
         parts = zip(x_TH.split(list(rows)), weights_T.split(list(rows)), strict=True)
         return torch.cat([self._one(expert, *part) for expert, part in enumerate(parts)])
 
@@ -219,10 +221,9 @@ class _Gate(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """A router, experts and perhaps a shared expert. `name` is its dotted name, "layers.1.mlp"; `places` say how its
-    parameters lie; `shared` is the MLP of all tokens.
+    """A router, experts and perhaps a shared expert (`shared`). `name` is the block's dotted name, "layers.1.mlp".
 
-    `draw` is the step and the micro-batch that it computes. `chosen` are the choices of a step by micro-batch, in the
+    `draw` is the step and the micro-batch that it computes. `chosen` has the choices of a step by micro-batch, in the
     layout of hidden states: bool [.., .., experts].
     """
 
@@ -296,7 +297,7 @@ class ExpertBlock(nn.Module):
         return forced_experts(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
 
     def _counted_tokens(self, device: torch.device) -> Tensor | None:
-        """A mask of this rank's own tokens that balance losses count, bool [rows, places of a row]; None: all."""
+        """A mask of this rank's tokens, bool [rows, places of a row]: those in balance losses. None means all."""
         if self.case.balance_of == "all":
             return None
         batch = micro_batch(self.case, *self.draw, self.at["dp"][0])
@@ -304,7 +305,7 @@ class ExpertBlock(nn.Module):
         return counted_BS[:, places_of(self.case, self.at)].to(device)
 
     def _apply_capacity(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
-        """The choices that are left within the capacity of experts, bool [T, E]."""
+        """The choices for which the experts have capacity, bool [T, E]."""
         if self.case.capacity_of == "rank":
             return apply_capacity(self.case, weights_TE, chosen_TE, self._tokens(self.at))
         holders = self.mesh.axis("tp_cp")
@@ -316,7 +317,7 @@ class ExpertBlock(nn.Module):
         return self._by_row(tokens_of(self.case, at, *self.draw)).flatten()
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """Swap rows and places of a row if hidden states have places first."""
+        """Swap the first two dims if hidden states have the sequence first."""
         return x.transpose(0, 1) if self.sequence_dim == 0 else x
 
     def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:

@@ -1,12 +1,12 @@
 """How many rows every rank sends to every expert in a micro-batch, from integers, and the calls that follow.
 
-No rank's own choice is used. If `routing=` is a function, it gives the choices. If a router chooses, they are those of
-the dense model (`reference.training.truth`), with which the check `routing` compares the ranks' own. A rank routes the
-tokens that it holds: its slices of the rows (cp), and of these an equal part of each row (tp).
+The choices are never taken from the ranks. If `routing=` is a function, it gives the choices. If a router chooses, they
+are those of the dense model (`reference.training.truth`), with which the check `routing` compares the ranks' choices. A
+rank routes the tokens that it holds: an equal part (tp) of its slice (cp) of each row.
 
-Payloads of the calls differ by rank, since they follow the choices. `sent` and `received` are the rows of one rank.
-`most` is the largest number that one of the etp ranks of its experts receives. Rows that are sent in forward return in
-backward.
+Payloads of the calls differ by rank, since they follow the choices. `sent` and `received` are the numbers of rows of
+one rank. `most` is the largest number that one of the etp ranks with its experts receives. Rows that are sent in
+forward return in backward.
 """
 
 from collections import Counter
@@ -43,9 +43,7 @@ def tokens_of(case: Case, at: Coordinates, step: int, micro: int) -> Tensor:
 
 
 def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple[int, ...]:
-    """The rows that a global rank sends to each expert of the layer of this name. Choices that
-    repeat are counted once.
-    """
+    """The number of rows that a global rank sends to each expert of the layer of this name."""
     at, known = coordinates(case, rank), _latest_counts(case)
     first, every = first_token(case, step, micro, at["dp"][0]), period(case)
     key = block, first % every if every else first, at["cp"][0], at["tp"][0]
@@ -57,12 +55,12 @@ def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple
 
 @lru_cache(maxsize=4)
 def _latest_counts(_case: Case) -> dict[tuple[str, int, int, int], tuple[int, ...]]:
-    """A cache of the counts of the last cases."""
+    """A cache of a case's counts, since the same choices repeat in many micro-batches."""
     return {}
 
 
 def micro_batches(case: Case) -> Counter[tuple[int, int]]:
-    """One step and micro-batch of every kind -> how many of the run send the same rows."""
+    """(step, micro-batch) of the first of every kind -> how many of the run's micro-batches send the same rows."""
     every, alike = period(case), dict[int, tuple[int, int]]()
     found = Counter[tuple[int, int]]()
     for step in range(case.steps):
@@ -90,8 +88,7 @@ def _choices_of_rank(case: Case, block: str, step: int, micro: int, at: Coordina
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Rows among the ranks that exchange tokens: `rows[t][q]` to each expert, from the rank with place t on etp and q
-    on ep.
+    """Numbers of rows that ranks send to each expert: `rows[t][q]` are those of the rank at place t of etp, q of ep.
 
     The properties below are those of the rank at (`etp`, `ep`).
     """

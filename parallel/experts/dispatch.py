@@ -1,26 +1,26 @@
-"""Tokens to their experts and back, among the ranks etp*ep that hold all experts of a layer together.
+"""Tokens to their experts and back, among the etp*ep ranks that together hold all experts of a layer.
 
-    alltoall    every rank sends all others its number of rows to each expert; rows and weights go to the ranks of their
-                experts over ep, sorted by expert; where etp ranks split an expert, these gather each other's rows,
-                padded to the most that one of them has, and add up their partial outputs; rows return as they came
-    allgather   choices, weights and tokens of all ranks are gathered; each rank adds up what its experts make of them,
-                and these sums are added over all ranks, each keeping its own tokens
+dispatcher=alltoall: every rank tells all others how many rows it sends to each expert. Rows and weights go, sorted by
+expert, to the ranks of their experts over ep. Where etp ranks split an expert, they gather each other's rows, padded to
+the largest number that one of them has, and add up their partial outputs. The outputs return the way the rows came.
+
+dispatcher=allgather: choices, weights and tokens of all ranks are gathered. Each rank adds up the outputs of its
+experts for every token, and a reduce-scatter adds these sums up over all ranks and leaves each rank its own tokens.
 
 Outputs travel in the dtype of hidden states. T tokens, R rows, E experts, H hidden. Source: Megatron-Core 0.16.1
-`MoEAlltoAllTokenDispatcher`, `MoEAllGatherTokenDispatcher` (experts.md 22), whose gathers over etp are lists of unequal
-parts and whose sums travel in the dtype of weights.
+`MoEAlltoAllTokenDispatcher`, `MoEAllGatherTokenDispatcher` (experts.md 22). There gathers over etp are lists of unequal
+parts, and sums travel in the dtype of weights.
 
-An expert takes `most_rows` rows of the tokens that compete for it: the rest is dropped, and with `pad` zeros fill up.
+With a capacity an expert takes at most `most_rows` rows of the tokens that compete for it; the others are dropped.
 
-    capacity_of=rank          those of a rank in a micro-batch: no rank needs to know of others
-    capacity_of=micro-batch   those of all ranks that hold the micro-batch, which gather what decides
-    drop=score                those with the largest weights stay, of equal ones the first tokens
+    capacity_of=rank          the tokens of a rank in a micro-batch compete
+    capacity_of=micro-batch   the tokens of all ranks that hold the micro-batch compete; they gather weights or choices
+    drop=score                the tokens with the largest weights stay; of equal ones the first
     drop=position             the first tokens stay, by their numbers
-    pad                       every rank sends exactly as many rows to every expert: zeros, of weight 0, fill up
+    pad                       every rank sends `most_rows` rows to every expert, filled up with zeros
 
 Weights are not normalised again; a token that lost all its experts gets 0 from them. Which rows of a rank are dropped
-depends on the tokens that it holds (experts.md 21.3, X15): the case states it. Source: Megatron-Core 0.16.1
-`apply_router_token_dropping`.
+depends on the tokens that it holds (experts.md 21.3, X15). Source: Megatron-Core 0.16.1 `apply_router_token_dropping`.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ from shardproof.reference.data.routing import EQUAL_DIGITS
 
 
 def apply_capacity(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) -> Tensor:
-    """The choices of competing tokens that experts take, bool [T, E]; `order_T` are the numbers of the tokens."""
+    """The choices of competing tokens that are not dropped, bool [T, E]; `order_T` are the numbers of the tokens."""
     first = order_T.argsort(stable=True).to(chosen_TE.device)
     chosen = chosen_TE[first]
     value = weights_TE.detach()[first] if case.drop == "score" else -torch.arange(len(first)).double()[:, None]
@@ -50,8 +50,8 @@ def apply_capacity(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: T
 
 
 def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: Tensor, axis: Axis) -> Tensor:
-    """The taken pairs where the tokens of all ranks of the axis compete; `numbers_RT` are the numbers of every rank's
-    tokens.
+    """The choices of this rank's tokens that are not dropped, bool [T, E], when the tokens of all ranks of the axis
+    compete. `numbers_RT` are the numbers of every rank's tokens.
     """
     if case.drop == "score":  # a weight is positive where an expert is chosen
         weights_TE = all_gather((weights_TE * chosen_TE).detach(), axis, dim=0)
@@ -63,7 +63,7 @@ def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: 
 
 
 def pad_to_most(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows sorted by expert, with zeros up to `most_rows` for each, and the places of the real rows."""
+    """Rows sorted by expert, filled up with zeros to `most_rows` for each expert, and the places of the real rows."""
     count = torch.bincount(experts_R, minlength=case.experts)
     within_R = torch.arange(len(experts_R), device=rows.device) - (count.cumsum(0) - count)[experts_R]
     places_R = experts_R * case.most_rows + within_R
@@ -72,9 +72,9 @@ def pad_to_most(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Te
 
 
 Compute = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-"""(rows [R, H] sorted by expert, their weights [R], how many rows are each expert's) -> their outputs [R, H]."""
+"""(rows [R, H] sorted by expert, their weights [R], the number of rows of each expert) -> their outputs [R, H]."""
 Known = Callable[[int], Sequence[int]]
-"""Global rank -> how many rows it sends to each expert, for tensors without values."""
+"""Global rank -> how many rows it sends to each expert, where meta tensors cannot say so."""
 
 
 class _Among:
@@ -86,7 +86,7 @@ class _Among:
         self.at = [coordinates(case, rank) for rank in self.every.ranks]
 
     def count_rows(self, rows_WE: Sequence[Sequence[int]]) -> RowCounts:
-        """Rows that the ranks send each other, given in the order of their ranks."""
+        """The counts of rows that the ranks send each other; `rows_WE` has those of every rank, by rank."""
         table = {(at["etp"][0], at["ep"][0]): tuple(rows) for at, rows in zip(self.at, rows_WE, strict=True)}
         rows = tuple(tuple(table[etp, ep] for ep in range(self.ep.size)) for etp in range(self.etp.size))
         return RowCounts(rows=rows, etp=self.etp.rank, ep=self.ep.rank)
@@ -116,7 +116,7 @@ class ByAllToAll(_Among):
         return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)
 
     def _count_sent(self, chosen_TE: Tensor, known: Known) -> RowCounts:
-        """How many rows every rank sends: by a collective, unless the case knows the numbers."""
+        """How many rows every rank sends: known in advance with `pad`, else gathered by a collective."""
         if self.case.pad:
             return self.count_rows([[self.case.most_rows] * self.case.experts] * self.every.size)
         rows_WE = all_gather(chosen_TE.sum(0)[None], self.every, dim=0)
@@ -125,7 +125,7 @@ class ByAllToAll(_Among):
         return self.count_rows(rows_WE.tolist())
 
     def _gather_rows(self, rows: Tensor, most: int) -> Tensor:
-        """The rows of all etp ranks, each padded to the largest number."""
+        """The rows of all etp ranks, those of each padded to `most` rows."""
         missing = most - rows.shape[0] if self.etp.size > 1 else 0
         padded = functional.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
         return gather_from_sequence(padded, self.etp, dim=0)

@@ -1,22 +1,22 @@
 """Experts as a scheme: what the words of `reference.features.experts` replace of a strategy.
 
     replaced     | by
-    parts        | the block in the place of an MLP
+    parts        | a block of experts in place of an MLP
     placements   | experts over ep, their inner features over etp
     partial      | the router's gradient is a sum over this tensor rank's own tokens
-    activation   | its logits lie as these tokens do
-    data         | gradients of experts hold the tokens of all etp*ep ranks already; they are summed over edp
-    norm         | squares of their gradients are summed over etp and ep: each part counts once
+    activation   | the router's logits are those of these tokens
+    data         | gradients of experts have the tokens of all etp*ep ranks already, and are summed over edp
+    norm         | squares of experts' gradients are summed over etp and ep, so that each part counts once
     rows, step   | the calls of the dispatcher; the choices as `routing/<step>/<module>`
 
-A gradient is a sum over tokens, divided once by the number of all tokens, so that it needs no factor for ranks. The
-divisor counts tokens, the group of a sum holds replicas (experts.md 21.6).
+A gradient is a sum over tokens, divided once by the number of all tokens. So it needs no factor for the numbers of
+ranks (experts.md 21.6).
 
-With `bias_rate` the bias with which experts are chosen moves once a step, so that all get as many tokens, without a
-loss. The rows of all micro-batches are summed, an all_reduce int64 [layers of the rank, E] over tp_cp_dp. Rows are
-those that experts took, before any are filled up: padded ones are the same for all. They are integers, for bfloat16
-counts exactly to 256 only (experts.md 21.2, X8). Every choice counts once, however often a layer is computed. Source:
-arXiv:2408.15664; Megatron-Core 0.16.1 `_update_router_expert_bias`.
+With `bias_rate` the bias of every expert moves once a step, so that all experts get as many tokens, without a loss. It
+follows from the rows of all micro-batches: one all_reduce of int64 [layers of the rank, E] over tp_cp_dp. These are the
+rows that experts took, without the zeros that fill them up. They are integers because bfloat16 counts exactly only to
+256 (experts.md 21.2, X8). Every choice counts once, also when a layer is recomputed. Source: arXiv:2408.15664;
+Megatron-Core 0.16.1 `_update_router_expert_bias`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +60,7 @@ BIASES = (
         times=ONCE_A_STEP,
     ),
 )
-"""The sum of every expert's rows over all ranks with other tokens."""
+"""The call that sums every expert's rows over all ranks with other tokens."""
 
 
 def move_biases(rank: Rank) -> None:
@@ -78,15 +78,15 @@ COPIES = "edp"
 
 
 def over_copies(others: Callable[[Rank], None], rank: Rank) -> None:
-    """Sums all gradients over the ranks with copies: those of experts in one flat call, and the rest by `others`."""
+    """Sum all gradients over the ranks with copies: those of experts in one flat call, the others by `others`."""
     others(rank.of(rank.case.data_axis))
     experts = rank.of(COPIES)
     sum_gradients(experts.step.partial(experts).values(), rank.mesh.axis(COPIES))
 
 
 def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
-    """The norm of all gradients; `others` gives that of dense ones. A stage without experts takes part in the calls
-    too.
+    """The norm of all gradients; `others` gives the norm of the dense ones. A stage without experts makes the same
+    calls.
     """
     dense, experts = rank.of(rank.case.data_axis), rank.of(COPIES)
     places = {**experts.updated_places, "": next(iter(dense.updated_places.values()))}
@@ -100,7 +100,7 @@ AFTER = ("context", "pipeline")
 
 
 def apply(strategy: Strategy, case: Case) -> Strategy:
-    """The strategy with the experts of this case; itself without any."""
+    """The strategy with the experts of this case; unchanged if it has none."""
     if not case.experts:
         return strategy
 
@@ -139,7 +139,7 @@ def apply(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _place_expert(name: str, place: Placement) -> Placement:
-    """The experts over ep, and the inner features of each over etp."""
+    """The placement of an expert's parameter, split over ep by experts and over etp by inner features."""
     if not _is_expert(name):
         return place
     inner = 2 if name.endswith(".down.weight") else 1
@@ -147,7 +147,7 @@ def _place_expert(name: str, place: Placement) -> Placement:
 
 
 def _is_expert(name: str) -> bool:
-    """Whether this is an expert's parameter. Its gradient holds the tokens of all ranks that send it any."""
+    """Whether this is an expert's parameter."""
     return ".mlp.experts." in name
 
 

@@ -6,8 +6,8 @@ with context parallelism a slice of each (`parallel.context`). A mode whose hidd
 gathers them in the column linear, or exchanges heads for sequence around the core (`exchange`). Sources:
 arXiv:2104.09864 (rotary, rotate-half pairing as Hugging Face Llama), arXiv:2305.13245 (grouped queries).
 
-The exchange of heads for sequence is an all-to-all. p ranks of the axis hold s = S/p tokens of a row each. With p > K
-every kv head is repeated p/K times first, so that each rank gets one; backward sums the copies.
+The exchange of heads for sequence is an all-to-all. Each of the p ranks of the axis holds s = S/p tokens of a row. With
+p > K every kv head is repeated p/K times first, so that each rank gets one; backward sums the copies.
 
     tensor   | forward                                            | backward       | one rank's send
     q        | [B, s, N, D] -> [B, S, N/p, D]         all_to_all  | all_to_all     | B*s*N*D
@@ -15,8 +15,8 @@ every kv head is repeated p/K times first, so that each rank gets one; backward 
     context  | [B, S, N/p, D] -> [B, s, N, D]         all_to_all  | all_to_all     | B*s*N*D
 
 q travels while k and v are packed; both have arrived before the core starts. The core sees whole rows, so packed rows
-keep their borders. Query head n reads kv head n // (N/K): rank r gets consecutive heads of both kinds, hence the pairs
-stay together. Sources: arXiv:2309.14509; InternEvo `DistributedAttention`, kv-packed (modes.md 3.5).
+keep their borders. Query head n reads kv head n // (N/K). A rank gets consecutive heads of both kinds, so it has the kv
+head of each of its query heads. Sources: arXiv:2309.14509; InternEvo `DistributedAttention`, kv-packed (modes.md 3.5).
 """
 
 import math
@@ -40,16 +40,16 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 MaskedCore = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """A core with a mask, bool [B or 1, 1, S, S] of whole rows, true where a token is hidden; None means causal.
 
-The last argument is the factors [B, N, q, S] of dropout on the shares, keys of whole rows, None means none.
+The last argument are the factors of dropout on the shares, [B, N, q, S] with the keys of whole rows; None: no dropout.
 """
 Exchange = Callable[[Core, Tensor, Tensor, Tensor], Tensor]
-"""Exchange of a mode around the core: (core, q, k, v) -> context in the layout of q."""
+"""A function that exchanges tensors around the core: (core, q, k, v) -> context in the layout of q."""
 _ROTARY_BASE = 10000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Shape of the heads, and what is recomputed: `group` query heads per kv head, `dim` features each."""
+    """The shape of heads: `group` query heads per kv head, `dim` features each; and what backward recomputes."""
 
     group: int
     dim: int
@@ -71,7 +71,9 @@ def rotary_table(positions_BS: Tensor, dim: int, dtype: torch.dtype) -> tuple[Te
 
 
 def rotate(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pair (i, i + D/2) of every head by its position's angle. Of wider heads the last D features turn."""
+    """Turn the pair (i, i + D/2) of every head by its position's angle. In a head that is wider than the table's D only
+    the last D features turn.
+    """
     cos, sin = table
     if plain := x_BSND.shape[-1] - 2 * cos.shape[-1]:
         return torch.cat((x_BSND[..., :plain], rotate(x_BSND[..., plain:], table)), -1)

@@ -1,28 +1,26 @@
-"""The loss, further terms of it that modules add, and the metric beside it.
+"""The loss, further terms of it that modules add, and the metric.
 
-The loss is the cross entropy over logits whose vocabulary is split over an axis, equal to that of a whole vocabulary.
-Letters: V true vocabulary (K classes of label smoothing), padded columns of the last ranks lie behind it and take no
-part. Per token, x = logits - max, Z = sum exp(x), t the label, a the smoothing, b = a/(V-1):
+The loss is the cross entropy of logits whose vocabulary is split over an axis. It equals that of whole logits; padded
+columns, which lie behind the V true ones, take no part. With x = logits - max, Z = sum exp(x), t the label, a the label
+smoothing and b = a/(V-1) it is for each token
 
     loss = log Z - (1 - a - b) x_t - b sum_j x_j        gradient_j = exp(x_j)/Z - (1 - a - b) [j = t] - b
 
-Collectives over the axis (`LOSS`) are issued in forward alone, in float32 (float64 for float64 logits). Unfused they
-are MAX, SUM x_t, SUM Z and with smoothing SUM x_j, each [tokens]; fused the sums are one.
+Only forward issues collectives over the axis (`LOSS`), in float32 (float64 for float64 logits): unfused MAX, SUM x_t,
+SUM Z and with smoothing SUM x_j, each of one number a token; fused all sums in one call. Sources: Megatron-Core
+`vocab_parallel_cross_entropy` and its fused form. There smoothing takes the number of classes and the mean of one
+partition; here both are those of the whole vocabulary (modes.md 4.6, decision S1).
 
-Sources: Megatron-Core `vocab_parallel_cross_entropy` and its fused form; its smoothing takes K and the mean of one
-partition, here both are global (modes.md 4.6, decision S1).
-
-A term is a scalar that a module adds to the loss where it computes it, on whatever pipeline stage. It is attached to a
-tensor that the loss depends on: forward hands the tensor on, backward gives the term the gradient 1 beside it. So no
-module need return a term, and no stage send one. A term is part of the summed loss of its micro-batch: gradients are
-divided by the step's tokens in the end. The loss of an outcome is that of the logits alone. Source: Megatron-Core
-`MoEAuxLossAutoScaler`, `MTPLossAutoScaler`.
+A term is a scalar that a module adds to the summed loss of its micro-batch, on any pipeline stage. The module attaches
+it to a tensor that the loss depends on: forward returns the tensor, and backward gives the term the gradient 1. So no
+module returns a term, and no stage sends one. The loss of an outcome is that of the logits alone, without terms.
+Source: Megatron-Core `MoEAuxLossAutoScaler`, `MTPLossAutoScaler`.
 
 The metric (metric=true) is accuracy, perplexity and loss by dataset of every micro-batch. Its collectives over tp
-(`metric_rows`) are issued in phase metric, before the backward of the micro-batch; whole logits need none. Calls and
-order are those of InternEvo's `AccPerplex` with the types of one dataset (modes.md 3.4). The numbers do not depend on
-the split. A token is right when no logit exceeds its label's, padded columns take no part, and tokens count as in the
-loss (mask and label). No gradient flows. The outcome holds their sums over the run, `metric/<name>`.
+(`metric_rows`) are issued in phase metric, before the backward of the micro-batch; whole logits need none. The calls
+and their order are those of InternEvo's `AccPerplex` with one dataset (modes.md 3.4). A token is right when no logit
+exceeds its label's; padded columns take no part, and tokens count as in the loss (mask and label). The outcome holds
+the sums over the run, `metric/<name>`.
 """
 
 from collections.abc import Callable
@@ -38,7 +36,7 @@ from shardproof.parallel.communication.layout import Axis, Placement
 from shardproof.parallel.layers.block import wide
 
 IGNORED = -100
-"""The label of a token that is not learned."""
+"""The label of a token that does not count in the loss."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -92,7 +90,7 @@ def _sum_terms(terms: list[Tensor], axis: Axis, fused: bool) -> list[Tensor]:
 def vocabulary_cross_entropy(
     logits: Tensor, labels: Tensor, axis: Axis, *, vocab: int, smoothing: float = 0.0, fused: bool = False
 ) -> Tensor:
-    """The loss of every token, [...], from this rank's columns [..., V/p]; on an axis of one rank the plain loss.
+    """The loss of every token, [...], from this rank's columns [..., V/p] of the logits.
 
     Labels [...] outside 0..vocab-1 (IGNORED) give a finite number, to which `token_weights` gives the weight 0.
     """
@@ -118,16 +116,16 @@ LOSS = (
     _loss("all_reduce", "2 * slice_tokens", "both sums", 'cross_entropy == "fused" and not label_smoothing'),
     _loss("all_reduce", "3 * slice_tokens", "all three sums", 'cross_entropy == "fused" and label_smoothing'),
 )
-"""The loss of logits whose vocabulary is split over tp."""
+"""The calls of the loss of logits whose vocabulary is split over tp."""
 LOGITS = (
     CallRow("head", "forward", "all_gather", "slice_tokens * padded_vocab", "logits", when='head == "gather"'),
     *LOSS,
 )
-"""The calls behind a head that splits the vocabulary over tp: its logits are gathered, or the loss is split too."""
+"""The calls after a head that splits the vocabulary over tp: of gathering its logits, or of the split loss."""
 
 
 class _Attached(torch.autograd.Function):
-    """The tensor itself. Backward returns its gradient, and 1 for the term."""
+    """Forward returns the tensor. Backward returns the tensor's gradient, and 1 as that of the term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
@@ -145,13 +143,13 @@ def _identity(loss: Tensor) -> Tensor:
 
 
 class Terms:
-    """The terms of one rank. `scale_loss` multiplies their gradients as those of the loss (`Step.loss_scale`)."""
+    """The terms of one rank. `scale_loss` multiplies them by the loss scale, as the loss (`Step.loss_scale`)."""
 
     def __init__(self) -> None:
         self.scale_loss: Callable[[Tensor], Tensor] = _identity
 
     def attach(self, x: Tensor, term: Tensor) -> Tensor:
-        """A tensor that the loss depends on, with a scalar term that is added to this micro-batch's summed loss."""
+        """Return `x`, on which the loss must depend, with a scalar term that is added to this micro-batch's loss."""
         attached: Tensor = _Attached.apply(x, self.scale_loss(term))
         return attached
 
@@ -164,8 +162,7 @@ _VOCABULARY = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSums:
-    """Sums over tokens that count: `right` and `tokens` int64 [], `log_likelihood` [], and by dataset int64 `right_of`
-    and `loss_of` [datasets]."""
+    """Sums over the tokens that count; `right_of` and `loss_of` have one number a dataset. The counts are int64."""
 
     right: Tensor
     tokens: Tensor
@@ -178,8 +175,7 @@ class MetricSums:
 
 
 class Metric(nn.Module):
-    """Measures micro-batches and adds their numbers up in `total`. A metric has no parameters and is called with
-    gradients off.
+    """Measures micro-batches and adds their sums up in `total`. It has no parameters and is called with gradients off.
 
     `place` says how logits lie on `axis`: split along the vocabulary, along the sequence, or whole.
     """
@@ -195,7 +191,7 @@ class Metric(nn.Module):
         self.total: MetricSums | None = None
 
     def forward(self, logits: Tensor, labels: Tensor, weights: Tensor) -> MetricSums:
-        """The sums of this micro-batch; labels and weights (1 or 0) cover all its tokens, in the layout of the
+        """The sums of this micro-batch. Labels and weights (1 or 0) are those of all its tokens, in the layout of the
         strategy.
         """
         tokens = weights.sum().long()
@@ -235,7 +231,7 @@ class Metric(nn.Module):
 
 
 def metric_rows(place: Placement | None) -> tuple[CallRow, ...]:
-    """The calls of a case's metric; none without a metric, or for whole logits. `place` is that of its logits."""
+    """The calls of a metric over logits with this placement; none if the logits are whole, or their place unknown."""
     if place is None or not place.cuts:
         return ()
     split = _SPLIT if place.cuts[0].dim == _VOCABULARY else _SLICED

@@ -1,22 +1,22 @@
-"""Gathered weights of the blocks: who starts a gather, when, and for how long its result is held.
+"""Gathered weights of the blocks: which linear starts a gather, when, and for how long its result is held.
 
-A block's linears in forward order are k = 0, 1, ..; every call belongs to the module of the linear that issues it.
-`ahead` is the case's overlap. "A block" means all its linears at once: one call a tensor, or one flat call when fused.
+The table says which linear starts the gather of what. `ahead` is the case's overlap. To gather a block is to gather all
+its linears at once: in one call a tensor, or when fused in one flat call.
 
-    ahead fused full recompute | forward             | recompute | backward
-    no    no    no             | k its own           | -         | k its own
-    no    no    yes            | k its own           | k its own | k its own
-    yes   no    no             | `wo` the next block | -         | k the linear before it, across blocks too
-    yes   no    yes            | `wo` the next block | -         | the last linear the block before
-    no    yes   any            | k = 0 its block     | -         | the last linear its block
-    yes   yes   any            | `wo` the next block | -         | the last linear the block before
+    ahead fused recompute=full | forward              | recompute    | backward
+    no    no    no             | each: itself         | -            | each: itself
+    no    no    yes            | each: itself         | each: itself | each: itself
+    yes   no    no             | `wo`: the next block | -            | each: the linear before it, across blocks too
+    yes   no    yes            | `wo`: the next block | nothing      | the last: the block before
+    no    yes   any            | the first: its block | nothing      | the last: its block
+    yes   yes   any            | `wo`: the next block | nothing      | the last: the block before
 
-Where a gather cannot be started earlier, k = 0 of the first block starts its block in forward. In backward the last
-linear of the last block starts its own (or its block). On a pipeline these are blocks of one stage. Backward of a block
-begins at its last linear, before the block is run again. So recompute and backward share one gather wherever the table
-has "-". A result is dropped with its last use, and no graph holds it. Source: InternEvo `core/parallel/comm/isp.py`
-(modes.md 3.6): prefetch before `wo`, module by module in backward, `layer_fuse_isp_comm`. Recomputed blocks prefetch
-the block before and keep their weights; its ISPOverlapState is one for every chunk of a pipeline rank.
+With `ahead` no block comes before the first one in forward, so its first linear gathers it. No block comes before the
+last one in backward, so its last linear gathers itself or its block. On a pipeline these are the blocks of one stage.
+A recompute that starts nothing shares the gather of backward, which begins at the last linear, before the block runs
+again. A result is dropped with its last use, and no graph holds it. Source: InternEvo `core/parallel/comm/isp.py`
+(modes.md 3.6): prefetch before `wo`, module by module in backward, `layer_fuse_isp_comm`. There recomputed blocks
+prefetch the block before and keep their weights, and all chunks of a pipeline rank share one ISPOverlapState.
 """
 
 import itertools
@@ -66,7 +66,7 @@ def reduce_scatter_flat(fulls: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 
 _PREFETCHING = "wo"
-"""The linear that starts the next block: the products of the MLP still follow then, enough to hide the gathers."""
+"""The linear that starts the next block: the products of the MLP come after it and hide the gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class PrefetchPlan:
 
 @dataclass(slots=True)
 class _Loan:
-    """The full tensors of a linear, here or under way, for a number of uses."""
+    """The full tensors of a linear, gathered or on their way, to be used `uses` more times."""
 
     arrive: Callable[[], list[Tensor]]
     uses: int
@@ -99,9 +99,7 @@ class _Loan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of a linear in the order of all blocks' linears. `shards` are its weight and its bias, if any, split on
-    dim 0.
-    """
+    """The place of a linear among the linears of all blocks. `shards` are its weight and any bias, split on dim 0."""
 
     gathers: "Gathers"
     number: int
@@ -119,7 +117,7 @@ class Seat:
         return list(edges) if self.gathers.plan.fused else self.gathers.forward(self)
 
     def look_back(self) -> AbstractContextManager[None]:
-        """Wraps the first access to what the product saved: this is where a checkpointed block runs again."""
+        """A context for the first access to what the product saved: a checkpointed block runs again there."""
         return self.gathers.look_back(self)
 
     def backward(self) -> Callable[[], list[Tensor]]:

@@ -1,44 +1,43 @@
 """Random numbers of a rank: a field or streams, initial values drawn from them, and dropout.
 
-As a function of place and not of order there is a field, with order there are named streams of Megatron's seeds. The
-field is Philox4x32-10 of a key and a counter:
+A *field* gives numbers as a function of their place. A rank evaluates it at the global coordinates of what it holds, so
+every layout has the same numbers. It is Philox4x32-10 of a key and a counter, which gives four words:
 
-    key      the first 8 bytes of sha256("<seed> <site>"), two little-endian words
+    key      the first 8 bytes of sha256("<seed> dropout <site>") or ("<seed> init <name>"), two little-endian words
     counter  element % 2^32, element / 2^32, sample, step       element: row-major in the full tensor of one sample
-    word 0   decides a mask: kept where word / 2^32 >= p
-    sum of the four words, (sum - 2 (2^32 - 1)) / sqrt((2^64 - 1) / 3): an initial value of mean 0 and standard
-    deviation 1 (sum of four uniform numbers; integers only, so that no kernel rounds it in another way)
 
-A rank evaluates it at the global coordinates of what it holds, so every layout has the same numbers. All arithmetic is
-in int64, whose product keeps the low 64 bits: equal on every device. `reference.model.randomness` is another
-implementation of the same function. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011
-(Random123).
+    mask           kept where the first word / 2^32 >= p
+    initial value  (sum of the words - 2 (2^32 - 1)) / sqrt((2^64 - 1) / 3): mean 0 and standard deviation 1
 
-Streams have these seeds:
+All arithmetic is in int64, whose product keeps the low 64 bits: equal on every device. `reference.model.randomness` is
+another implementation of the same function. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC
+2011 (Random123).
 
-    seed' = seed + 100 * pp_rank
+A *stream* gives numbers in the order in which a rank draws them. Streams have Megatron's names and seeds:
+
+    seed' = seed + 100 * pp_rank + CONTEXT_STRIDE * cp_rank
     data-parallel-rng      seed'                                     the default; the same on all ranks of tp
     model-parallel-rng     seed' + 2718 + tp_rank
     expert-parallel-rng    seed' + 1024 + 100 * ep_rank + etp_rank
 
-Megatron has no term for context ranks, whose masks repeat along the sequence then (Megatron-LM #4828); here they add
-CONTEXT_STRIDE * cp_rank. Source: Megatron-Core 0.16.1 `tensor_parallel/random.py`, `training/initialize.py`.
+The last term of seed' is added for dropout only. Megatron has no such term, so its masks repeat along the sequence on
+every context rank (Megatron-LM #4828). Source: Megatron-Core 0.16.1 `tensor_parallel/random.py`,
+`training/initialize.py`.
 
-Initial values are as Megatron sets them or as the case's weights are.
+Initial weights have mean 0 and standard deviation 0.02, those of row linears 0.02 / sqrt(2 * layers); biases are 0,
+norms 1. Data and context ranks draw alike.
 
     init=whole   the case's weights (`reference.model.parameters`), cut
-    init=field   a function of seed, name and place in the full tensor
-    init=shard   drawn by each rank, in the order of the model's parameters; the dense model must be given them
+    init=field   the field at the place in the full tensor
+    init=shard   drawn by each rank from streams, in the order of the model's parameters; the dense model is given these
 
-Megatron (`tp`, `tp-sp`): split parameters come from the model-parallel stream, whole ones from the default one.
-InternEvo (`mtp`, `msp`, `fsp`, `isp`): all comes from a stream of the tensor rank (isp: weight rank), `seed + rank +
-1024 * stage`. Then it broadcasts what is whole from the first rank, which every rank draws here too.
+With init=shard Megatron (`tp`, `tp-sp`) draws split parameters from the model-parallel stream, whole ones from the
+default one. InternEvo (`mtp`, `msp`, `fsp`, `isp`) draws all from one stream, of seed + rank + 1024 * stage; rank is
+the tensor rank (isp: weight rank). It then broadcasts whole parameters from the first rank; here every rank draws what
+the first one draws. Sources: Megatron-Core 0.16.1 `_initialize_affine_weight_gpu`, `init_method_normal`; InternEvo
+`parallel_context.py` set_seed.
 
-Weights have mean 0 and standard deviation 0.02, those of row linears 0.02 / sqrt(2 * layers); biases are 0, norms 1.
-Data and context ranks draw alike. Sources: Megatron-Core 0.16.1 `_initialize_affine_weight_gpu`, `init_method_normal`;
-InternEvo `parallel_context.py` set_seed.
-
-Dropout has a mask for each site: which one it draws, where it lies, and what was drawn.
+Dropout has a mask for each site:
 
     site                          dropped tensor, full shape of a sample       stream (random=stateful)
     embedding                     hidden states [seq, hidden]                  model-parallel where hidden states are
@@ -46,10 +45,10 @@ Dropout has a mask for each site: which one it draws, where it lies, and what wa
     layers.{i}.mlp                what is added to them [seq, hidden]
     layers.{i}.attention.shares   softmax of attention [heads, seq, seq]       model-parallel
 
-A packed row is one sample of batch*seq tokens. `random=field` evaluates the field at the coordinates of what the rank
-holds, `random=stateful` draws from its streams in the order of its forwards. Sample number of a step: (micro * dp +
-data rank) * rows + row, the same for every dp and micro of one product. Source: Megatron-Core 0.16.1,
-`language_model_embedding.py`, `fused_bias_dropout.py`, `dot_product_attention.py`.
+With random=field a rank evaluates the field at the coordinates of what it holds; with random=stateful it draws from its
+streams in the order of its forwards. The number of a sample in a step is (micro * dp + data rank) * rows + row, the
+same for every dp and micro of one product. A packed row is one sample of batch*seq tokens. Source: Megatron-Core
+0.16.1, `language_model_embedding.py`, `fused_bias_dropout.py`, `dot_product_attention.py`.
 """
 
 import hashlib
@@ -92,10 +91,8 @@ def philox(key: tuple[int, int], counter: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 
 def element_indices(place: Placement, at: Coordinates) -> list[Tensor]:
-    """For every dim of a placed tensor, the global indices that the rank at these coordinates holds, in the order in
-    which they lie there.
-
-    Padding has index 0. Every cut must be along a dim.
+    """For every dim of a placed tensor, the global indices that the rank at these coordinates holds, in their order on
+    the rank; padding has index 0. Every cut must be along a dim.
     """
     found = [torch.arange(size) for size in place.shape]
     for cut in place.cuts:
@@ -108,7 +105,7 @@ def element_indices(place: Placement, at: Coordinates) -> list[Tensor]:
 def keep_mask(
     seed: int, site: str, rate: float, *, step: int, samples: Tensor, elements: Sequence[Tensor], shape: Sequence[int]
 ) -> Tensor:
-    """Bool [samples, *elements]: the mask of a site at these coordinates; True is kept by dropout with this rate.
+    """The mask of a site at these coordinates, bool [samples, *elements]; dropout at this rate keeps what is True.
 
     `elements` are the indices along each dim of a sample, whose full tensor has this `shape`.
     """
@@ -152,12 +149,12 @@ def stream_seeds(
 
 
 def seeds_at(seed: int, at: Coordinates, *, slices: bool) -> dict[str, int]:
-    """Seeds of the rank at these coordinates; `slices`: each context rank has seeds of its own."""
+    """Seeds of the rank at these coordinates. With `slices` each context rank has seeds of its own."""
     return stream_seeds(seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0], cp_rank=at["cp"][0] if slices else 0)
 
 
 def continues_streams(at: Coordinates) -> bool:
-    """Whether the streams of initial values continue as those of dropout: they do on the first context ranks."""
+    """Whether dropout continues the streams of initial values: it does on the first context ranks."""
     return at["cp"][0] == 0
 
 
@@ -279,8 +276,8 @@ Draw = tuple[int, int]
 class Dropout:
     """The dropout of one rank.
 
-    `places` says how a module's output, or "shares", lies for the rows of a data rank; `sequence_dim` which dim of
-    hidden states is the sequence. `drawn` collects every mask as boxes, by its name.
+    `places` says how a module's output, or the tensor "shares", lies for the rows of a data rank. `sequence_dim` is the
+    dim of hidden states along the sequence. `drawn` collects every mask as boxes, by its name and micro-batch.
     """
 
     case: Case
@@ -370,10 +367,10 @@ class Dropout:
 
 
 class _Dropped(torch.autograd.Function):
-    """x * mask / (1 - p). The graph saves the mask alone.
+    """x * mask / (1 - p), without saved tensors in the graph.
 
-    So backward recomputes a layer when its last linear needs weights, as without dropout: in InternEvo modules start
-    that.
+    A saved tensor here would start the recomputation of a layer. Its last linear starts it, as a module does in
+    InternEvo.
     """
 
     @staticmethod

@@ -7,7 +7,7 @@ computed again. Three things differ between systems:
             (`early_stop`, torch's default): a sum behind the last product is not repeated
     input   whole, or a flat part of 1/p on each of the p tensor-parallel ranks (`distribute`), gathered before the
             unit is computed again (Megatron-Core's `distribute_saved_activations`)
-    states  dropout draws the same again, and its streams go on after it as if nothing had been drawn (`contexts`)
+    states  dropout draws the same numbers again; afterwards its streams go on as if nothing was drawn (`contexts`)
 
 Source: Megatron-Core 0.16.1 `CheckpointFunction`, `TransformerBlock._checkpointed_forward`; torch `checkpoint` without
 reentrance (around.md 16).
@@ -53,9 +53,7 @@ def checkpoint_unit(
 
 
 def _first_to_need(case: Case) -> list[str]:
-    """For every unit, the module whose backward first needs something of it: the last linear, or
-    the dropout behind it.
-    """
+    """The module of every unit whose backward first needs what the unit computed: the last linear, or its dropout."""
     return [f"layers.{last}" if case.dropout else f"layers.{last}.mlp.w2" for last in sorted(ends_of_units(case))]
 
 

@@ -1,22 +1,21 @@
 """Weight-parallel linears and tables: weights are split over an axis and whole only while they are used.
 
-Letters: weight [out, in] full, every rank of the axis (w of them) holds [out/w, in], its rows; bias [out/w] alike.
-Inputs are [.., .., in] of this rank's own tokens. Every rank's tokens differ, so a gradient is a sum over all ranks.
+Each of the w ranks of the axis holds the rows [out/w, in] of a weight [out, in], and [out/w] of its bias. Inputs are
+[.., .., in] of this rank's own tokens. Every rank's tokens differ, so a gradient is a sum over all ranks.
 
     forward    all-gather of the weight, product
     backward   all-gather of the weight again; the reduce-scatter of its gradient travels while the input's gradient is
                computed
 
-A bias costs the same three calls again, all of them, as in InternEvo: the gather in backward too, though no gradient
-needs its value. A block's `Seat` decides which linear starts the gathers, and when (see `parallel.layers.prefetch`).
-Saved for backward is the input alone. Source: InternEvo `WPFusedDenseFunc` (modes.md 3.6); gradients are sums here, not
-means (decision G2).
+A bias costs the same three calls again, as in InternEvo: even the gather in backward, whose result no gradient needs.
+A block's `Seat` decides which linear starts the gathers, and when (see `parallel.layers.prefetch`). Only the input is
+saved for backward. Source: InternEvo `WPFusedDenseFunc` (modes.md 3.6); gradients are sums here, not means (decision
+G2).
 
-Embedding and head are whole tables for a rank's own tokens, gathered for each use. B rows, s = S/p tokens of a row on
-this rank, D hidden, V vocabulary; p ranks of the sequence's axis. The token table lies [V, D/w] (cut along hidden) or
-[V/w, D] (along the vocabulary). A head of its own lies [V/w, D]; a tied one is a token table of that form. Cuts along
-the vocabulary pad it.
-
+Embedding and head use whole tables, gathered for each use, on a rank's own tokens. B rows, s = S/p tokens of a row on
+this rank, D hidden, V vocabulary; p ranks of the sequence's axis. A rank holds [V, D/w] of the token table (cut along
+hidden) or [V/w, D] (along the vocabulary, padded). It holds [V/w, D] of an untied head; a tied head is a token table
+cut along the vocabulary.
 
     call                 | forward                              | backward
     token table          | all_gather                           | all_gather, reduce_scatter
@@ -25,9 +24,9 @@ the vocabulary pad it.
     logits head=gather   | all_gather: [B, s, V] -> [B, S, V]   | own slice
     logits head=local    | -                                    | -
 
-A lookup needs no table in backward; it is gathered all the same, as InternEvo does, so that the two ledgers agree. No
-gather here is started ahead of its use. Source: InternEvo `Embedding1D`, `ScaleColumnParallelLinear` (modes.md 3.3,
-3.4); the gradient of a table cut along hidden is reduced along hidden (decision E1).
+A lookup needs no table in backward. The table is gathered all the same, as in InternEvo, so that the two ledgers agree.
+None of these gathers is started ahead of its use. Source: InternEvo `Embedding1D`, `ScaleColumnParallelLinear`
+(modes.md 3.3, 3.4); the gradient of a table cut along hidden is reduced along hidden (decision E1).
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +63,7 @@ class Supply(Protocol):
         ...
 
     def look_back(self) -> AbstractContextManager[None]:
-        """Wraps the first access to what the product saved."""
+        """A context for the first access to what the product saved."""
         ...
 
     def backward(self) -> Callable[[], list[Tensor]]:
@@ -88,20 +87,20 @@ class Alone:
         return (self.weight,)
 
     def forward(self, edges: Sequence[Tensor]) -> list[Tensor]:
-        """Gathered now."""
+        """The full weight, gathered now."""
         return [all_gather(edge, self.axis, dim=0) for edge in edges]
 
     def look_back(self) -> AbstractContextManager[None]:
-        """Nothing depends on it."""
+        """A context that does nothing."""
         return nullcontext()
 
     def backward(self) -> Callable[[], list[Tensor]]:
-        """A gather that travels during the product for the weight's gradient."""
+        """Start a gather, which runs during the product for the weight's gradient."""
         pending = start_all_gather(self.weight.detach(), self.axis, dim=0)
         return lambda: [pending.wait()]
 
     def reduce(self, full: Tensor) -> Pending:
-        """This rank's shard of the sum."""
+        """Start to sum the gradient over the axis into this rank's shard."""
         return start_reduce_scatter(full, self.axis, dim=0)
 
 
@@ -213,8 +212,9 @@ class WeightEmbedding(nn.Module):
 class WeightHead(nn.Module):
     """Logits of this rank's tokens, then in the case's form (see the table above).
 
-    `weights` is the axis of the weights, `sequence` that of the tokens; `shape` the local weight [V/w, D]. Without it
-    the head is tied: `forward` gets the token table. Only `exchange` keeps padded columns; `vocab` is the true one.
+    `weights` is the axis of the weights, `sequence` that of the tokens. `shape` is that of the local weight [V/w, D];
+    None if the head is tied, and `forward` gets the token table. Only the form `exchange` keeps padded columns; `vocab`
+    is the size without them.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The strategy: everything that the schemes of a case decide, as values. The transformer and the training read these.
 
-A `Strategy` knows cases but no running world; `parts` binds it to one rank's mesh, `step` is what is done once a step.
-Modules built by `Parts` keep the canonical names. Every call belongs to the module that needs it: modules talk in their
-own `forward`, and in the backward of the nodes made there. A `Rank` is one rank at work under a strategy.
+A `Strategy` knows cases but no running world. Its `parts` make the modules of one rank, and its `step` is the work of a
+step around them. Modules made by `Parts` keep the canonical names. Every collective belongs to the module that needs
+its result: it is issued in that module's `forward`, or in the backward of a node made there.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,20 +46,20 @@ def _shares(case: Case) -> Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A strategy on one rank: the modules that talk, and what happens around the parts that do not.
+    """A strategy on one rank: it makes the modules that communicate.
 
-    linear        makes the module of a dotted name ("layers.0.mlp.w1"). A column linear has hidden states in and inner
-                  features out, a row linear the other way round
+    linear        makes the linear of a dotted name ("layers.0.mlp.w1"). A column linear takes hidden states and returns
+                  inner features, a row linear takes inner features and returns hidden states
     embedding     makes the module that takes (tokens [B,S], positions [B,S])
     head          makes the module that takes (hidden states, embedding weight)
     loss          (logits, labels), both in the strategy's layout -> every token's loss
-    behind_layer  makes the modules of features, by name, that hidden states pass as they leave a layer
-    branches      makes a feature's module in the place of a layer's attention or MLP (`Core.replaced_branches`), from
-                  the dotted name and the rank's dropout; it is called as that one is
-    behind_head   makes the modules of `Core.behind_decoder`, by name, from a function that makes a transformer layer.
-                  They are called with (logits, normed hidden states, micro-batch, the `Transformer`), one by one
-    terms         what modules add to the loss
     local         delivered micro-batch -> this rank's part of it
+    behind_layer  name -> makes a feature's module; hidden states pass through all of these when they leave a layer
+    branches      feature -> makes the module that replaces a layer's attention or MLP (`Core.replaced_branches`), from
+                  its dotted name and the rank's dropout; it takes the arguments of what it replaces
+    behind_head   name (`Core.behind_decoder`) -> makes a feature's module from a function that makes a transformer
+                  layer; the module takes (logits, normed hidden states, micro-batch, the `Transformer`), returns logits
+    terms         what modules add to the loss
     saved_over    axis whose ranks share the saved inputs of recomputed layers; None: each rank saves them whole
     """
 
@@ -91,10 +91,10 @@ class Strategy:
     partial           (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced         are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
     norm_axes         mesh axes beside the weight axis that split gradients: the squared norm is summed over them
-    expert_data_axes  data axis of parameters with a rank order of their own -> the axes that split their gradients
-    parts             (case, mesh, device) -> the strategy bound to one rank
-    rows              the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
-    step              (case, step) -> what is done in a step, made of what the plain step does
+    expert_data_axes  data axis of experts, which have a rank order of their own -> axes that split their gradients
+    parts             (case, mesh, device) -> the strategy on one rank
+    rows              the calls that its modules and schemes make (`rows_of` adds those of gradients, loss and norm)
+    step              (case, the plain step) -> the step of this strategy
     """
 
     name: str
@@ -114,7 +114,7 @@ class Strategy:
     step: "Callable[[Case, Step], Step]" = _unchanged_step
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
-        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states. Applied twice it gives the
+        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states; applied twice it gives the
         tensor back.
         """
         return x_BS.transpose(0, 1) if self.sequence_dim == 0 else x_BS
@@ -122,17 +122,17 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Work of a rank in a step, in this order; a scheme replaces parts of it (`dataclasses.replace`).
+    """The work of a rank, in this order; a scheme replaces parts of it (`dataclasses.replace`).
 
-    prepare     rank -> rank: once, when its model is built and filled: shards, buffers, hooks
-        schedule    (rank, step) -> loss sum, number of tokens, logits: every micro-batch forward and backward
-        reductions  name -> rank -> None, one after the other: sums of gradients over ranks, left in `Rank.gradients`
-        partial     rank -> the gradients that the reductions sum
-        norm        rank -> the norm of the full gradients, which are means by then, the same on every rank
-        optimizer   rank -> the optimizer of `Rank.updated`, made once
-        afterwards  rank -> None, after the optimizer's step: gathers of parameters
-        beside      (rank, step) -> what a step leaves in the outcome beside what every step does
-        loss_scale  the factor of gradients between schedule and norm, None for one
+    prepare     adds shards, buffers and hooks to the rank; called once, when its model is built and filled
+    optimizer   makes the optimizer of `Rank.updated`; called once
+    schedule    (rank, step) -> loss sum, number of tokens, logits; runs every micro-batch forward and backward
+    partial     the gradients that the reductions sum
+    reductions  by name, run one after the other: they sum gradients over ranks and leave the sums in `Rank.gradients`
+    norm        the norm of the full gradients of the mean loss, the same on every rank
+    afterwards  gathers parameters after the optimizer's step
+    beside      (rank, step) -> further entries of the outcome, which only this scheme adds
+    loss_scale  the scale of the gradients between schedule and norm; None if they are not scaled
     """
 
     prepare: "Callable[[Rank], Rank]"
@@ -150,8 +150,8 @@ class Step:
 class Rank:
     """A rank at work under its strategy: chunks of the model, all parameters and their places, metric, dropout.
 
-    A rank has one chunk, the whole model, unless it is one of a pipeline. `updated` are the tensors that the optimizer
-    steps, by the names of the parameters, and `updated_places` how they and their gradients lie. They are the
+    Without a pipeline the one chunk is the whole model. `updated` are the tensors that the optimizer steps, by the
+    names of the parameters, and `updated_places` says how they and their gradients lie. These tensors are the
     parameters themselves, unless a scheme splits or copies them.
     """
 

@@ -1,28 +1,26 @@
 """Which rows (or columns) of a weight every rank holds: ranges, in the order in which they lie on the rank.
 
-Numbers count elements of that dim (rows or columns), or units of several elements each (heads) until `in_units`. How
-many elements each rank holds follows DeepSpeed's AutoTP rule:
+How many elements of a dim each rank holds follows DeepSpeed's AutoTP rule. The sizes sum to the dim.
 
-    follows kv heads    the tensor is no MLP's and no head's, and the kv heads divide the dim: ranks get whole kv heads
-                        with their query heads, the first ranks one more when the heads do not divide evenly
-    nearly even         otherwise: multiples of `grain` elements, the first ranks one grain more, the last rank also the
-                        rest below a grain; a dim shorter than a grain is divided by single elements
+    by kv heads    where the kv heads divide the dim of a tensor outside of MLPs and the language model's head: whole kv
+                   heads with their query heads; the first ranks get one head more when the heads do not divide evenly
+    nearly even    otherwise: multiples of `grain` elements; the first ranks get one grain more, and the last rank also
+                   gets the rest below a grain; a dim shorter than a grain is divided by single elements
 
-The sizes always sum to the dim. Source: DeepSpeed 0.19.8 `module_inject/tp_shard.py` get_shard_size (modes.md 8.2,
-experts.md 27.3). There a name is looked for anywhere in the module's path ("self_attn.w1proj" counts as an MLP's), and
-the head is known by its bare name. Here both are whole parts of the path.
+Source: DeepSpeed 0.19.8 `module_inject/tp_shard.py` get_shard_size (modes.md 8.2, experts.md 27.3). It knows an MLP by
+a word anywhere in the module's path (even "self_attn.w1proj"), and the head by its bare name. Here the word and the
+head's name are whole parts of the path.
 
-A rank holds whole kv heads and all query heads that use them, so that attention needs no communication. Each fused
-order is one function: the order in which (part, head) lie in a weight. A rank's weight is again a weight of the same
-order, with fewer heads: where its rows come from follows from that alone.
+A rank holds whole kv heads and all query heads that use them, so that attention needs no communication. A fused weight
+has its rows in one of these orders, and the part that a rank holds is a weight of the same order with fewer heads:
 
-    order      rows, `size` a head                            used by
+    order      rows, `size` for each head                     used by
     blocks     q of all heads; k of all; v of all             containers of OPT, Llama; GLM, MPT, QWen, Phi-3, BigCode
     groups     per kv head: its q heads, k, v                 Bloom, Falcon, GPT-NeoX, Megatron, InternLM2
     codegen    4 blocks of a quarter of the heads: q, v, k    CodeGen
 
-With fewer kv heads than ranks there is a choice (`spare`): refuse; leave ranks without heads; give several ranks a copy
-of a kv head. Each copy has a share of its query heads (BigCode), and the gradients of copies must be summed. Source:
+With fewer kv heads than ranks, `spare` decides: refuse, leave ranks without heads, or copy each kv head to several
+ranks (BigCode). Each copy serves a share of the query heads, and the gradients of copies must be summed. Source:
 DeepSpeed 0.19.8 `module_inject/fusedqkv_utils.py` (experts.md 27.4), arXiv:2305.13245 (grouped queries).
 """
 
@@ -32,24 +30,24 @@ from dataclasses import dataclass
 from shardproof.reference.errors import CaseError
 
 Ranges = tuple[range, ...]
-"""The elements that one rank holds, in the order in which they lie."""
+"""The elements that one rank holds, in the order in which they lie there."""
 RowRanges = tuple[Ranges, ...]
-"""Elements of every rank, by rank."""
+"""The elements that every rank holds, by rank."""
 _MLP = frozenset({"mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Parts of a module's path that mark an MLP: its features belong to no head."""
 _HEADS = frozenset({"lm_head", "embed_out"})
-"""Last part of the path of a language model's head."""
+"""Names of a language model's head: the last part of its path."""
 
 
 def even_shares(total: int, ranks: int) -> tuple[int, ...]:
-    """`total` things divided over `ranks` ranks, one more for each of the first ones: (3, 3, 2, 2) for 10 over 4."""
+    """`total` things divided over `ranks` ranks, the first of which get one more: (3, 3, 2, 2) for 10 over 4."""
     return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
 
 
 def shard_sizes(
     total: int, ranks: int, *, kv_heads: int | None = None, grain: int = 1, name: str = ""
 ) -> tuple[int, ...]:
-    """The elements of each rank of a dim of `total` elements; 0 is possible (see `nonempty`).
+    """How many of the `total` elements of a dim each rank holds; it may be 0 (see `nonempty`).
 
     `name` is the dotted module name ("mlp.down_proj").
     """
@@ -63,7 +61,7 @@ def shard_sizes(
 
 
 def nonempty(sizes: tuple[int, ...], key: str, value: int) -> tuple[int, ...]:
-    """The sizes themselves. Raises CaseError, about the word `key=value`, when a rank would hold nothing."""
+    """Return the sizes. Raises CaseError, about the word `key=value`, when a rank would hold nothing."""
     if 0 in sizes:
         rank = sizes.index(0)
         rule = f"leaves rank {rank} of {len(sizes)} with nothing"
@@ -86,7 +84,7 @@ def concat(*parts: RowRanges) -> RowRanges:
 
 
 def in_units(held: RowRanges, size: int) -> RowRanges:
-    """The elements of units of `size` elements each."""
+    """The elements of these units (such as heads), `size` elements each."""
     return tuple(tuple(range(part.start * size, part.stop * size) for part in ranges) for ranges in held)
 
 
@@ -117,16 +115,16 @@ def count_holders(held: RowRanges, length: int) -> list[int]:
 
 
 SPARE = ("refuse", "empty", "replicate")
-"""What to do with ranks for which no kv head is left."""
+"""What to do when there are fewer kv heads than ranks."""
 CODEGEN_BLOCKS = 4
 """Blocks of CodeGen's fused weight, fixed in the model's code."""
 Row = tuple[str, int]
-"""Rows of a head in a fused weight: part "q", "k" or "v", and the number of the head among those of its part."""
+"""The rows of one head in a fused weight: the part "q", "k" or "v", and the number of the head in that part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """`query` query heads share `kv` key and value heads, `size` features each. Raises CaseError when they cannot."""
+    """`query` query heads share `kv` key and value heads of `size` features each. Raises CaseError when they cannot."""
 
     query: int
     kv: int
@@ -159,9 +157,9 @@ class HeadShare:
 
 
 def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[HeadShare, ...]:
-    """The heads of every rank: the kv heads in order, each with its query heads; the first ranks have one kv head more.
+    """The heads of every rank: consecutive kv heads with their query heads; the first ranks may have one kv head more.
 
-    Raises CaseError for fewer kv heads than ranks unless `spare` says otherwise.
+    Raises CaseError for fewer kv heads than ranks with spare=refuse, or when the copies would not be equal.
     """
     if spare not in SPARE:
         raise CaseError("spare", spare, "is not a known word", "|".join(SPARE))
@@ -201,9 +199,7 @@ def kv_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> RowRanges:
 
 
 def fused_rows(heads: Heads, ranks: int, order: str, *, spare: str = "refuse") -> RowRanges:
-    """Rows of a fused query/key/value weight of this order. Raises CaseError when a rank's part is
-    not such a weight.
-    """
+    """Rows of a fused query/key/value weight of this order. Raises CaseError when a rank's part would not have it."""
     if order not in ORDERS:
         raise CaseError("order", order, "is not a known order of a fused weight", "|".join(ORDERS))
     place = {row: number for number, row in enumerate(ORDERS[order](heads.query, heads.kv))}
@@ -238,15 +234,15 @@ def _codegen(query: int, kv: int) -> list[Row]:
 
 
 ORDERS: dict[str, Callable[[int, int], list[Row]]] = {"blocks": _blocks, "groups": _groups, "codegen": _codegen}
-"""Order -> the rows of a weight, one entry for each head, from its numbers of query and kv heads."""
+"""Order -> a function from the numbers of query and kv heads to the rows of a weight, one entry for each head."""
 
 
 def shared_qk_rows(heads: Heads, ranks: int) -> RowRanges:
     """Rows of the value projection, and columns of the output projection, of a model whose heads share query and key.
 
-    Query and key weights are cut contiguously there. A rank takes one value head for two of its query heads, in order,
-    then the matching heads of the second half. Yuan with 8 heads on 2 ranks: {0, 1, 4, 5} and {2, 3, 6, 7}. Raises
-    CaseError unless every rank has an even number of heads.
+    Query and key weights are cut contiguously. A rank's value heads are half as many consecutive heads of the first
+    half, then the heads at the same places of the second half. Yuan with 8 heads on 2 ranks: {0, 1, 4, 5} and {2, 3, 6,
+    7}. Raises CaseError unless every rank has an even number of heads.
     """
     if heads.kv != heads.query or heads.query % (2 * ranks):
         legal = f"heads={-(-heads.query // (2 * ranks)) * 2 * ranks}"

@@ -1,11 +1,11 @@
-"""The words of a slice: which model is cut over how many ranks, and by which of DeepSpeed's two ways.
+"""The words of a slice: which model is cut over how many ranks, and in which of DeepSpeed's two ways.
 
 >>> Sliced.parse("family=opt hidden=768 heads=12 tp=2").head_dim
 64
 
-A model family gives the linears of a layer: their names in a checkpoint of Hugging Face, and what each one is.
+A model family names the linears of a layer as in a checkpoint of Hugging Face, and gives each a role:
 
-    role     weight [out, in]                  cut
+    role     weight [out, in]                  the part of one rank
     q        heads x head_dim, hidden          rows of the rank's query heads
     k, v     kv_heads x head_dim, hidden       rows of its kv heads
     value    heads x head_dim, hidden          rows of its value heads, where models share query and key (Yuan)
@@ -32,7 +32,7 @@ from shardproof.reference.language.words import LARGEST_SIZE, Meaning, describe_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A linear of a layer: its name there, its role, and whether it has a bias where the model has any."""
+    """A linear of a layer: its name in the layer, its role, and whether it has a bias in a model with biases."""
 
     name: str
     role: str
@@ -43,14 +43,14 @@ class Linear:
 class Family:
     """An architecture.
 
-    linears    of a layer, in the order of the forward pass
-    norms      of a layer, whole; each has a bias where `norm_bias`
+    linears    the linears of a layer, in the order of the forward pass
+    norms      the norms of a layer, which are whole; they have biases if `norm_bias`
     outer      whole parameters outside of the layers, with their shapes in words of the slice
     head       the head's name; its weight is [vocab, hidden], and its bias, if any (`head_bias`), [vocab]
-    order      of a fused query/key/value weight
-    bias       whether its linears have biases by default
-    gated      whether its MLP has a gate
-    kv_heads   fixed number of kv heads, None when it follows the query heads
+    order      the order of rows in a fused query/key/value weight (`parallel.slicing.rows`)
+    bias       whether linears have biases by default
+    gated      whether the MLP has a gate
+    kv_heads   the fixed number of kv heads; None when it follows the query heads
     vocab      rows of the token table by default
     """
 
@@ -68,7 +68,7 @@ class Family:
 
 
 def _linears(*texts: str) -> tuple[Linear, ...]:
-    """Linears written "role name"; a "-" behind the name: never a bias."""
+    """Linears from texts "role name"; a third word "-" means that the linear never has a bias."""
     words = [text.split() for text in texts]
     return tuple(Linear(role=word[0], name=word[1], biased=word[2:] != ["-"]) for word in words)
 

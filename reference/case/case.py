@@ -87,12 +87,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _FOLLOWERS = {name: field.metadata for name, field in WORDS.items() if field.metadata["follows"]}
 LEADING = frozenset(leader for about in _FOLLOWERS.values() for leader in about["follows"]) | {"family"}
-"""Words that others follow where these are not given."""
+"""Words from which the values of other words are derived, unless those are given too."""
 _DEFAULTS = {name: field.default for name, field in WORDS.items()}
 
 
 def resolve_words(words: Mapping[str, Any]) -> dict[str, Any]:
-    """All values of a case from the words given: preset, then family, then the words, then what follows from them.
+    """All values of a case: of the preset, replaced by the family's, by the given words, and by what follows from them.
 
     Raises CaseError for an unknown preset or family.
     """
@@ -141,7 +141,7 @@ class Case(_Words):
             """The case with these words."""
 
     def __hash__(self) -> int:
-        """Of a few words alone: cases are keys wherever a rank looks something up, and have over a hundred words."""
+        """A hash of a few words: cases have over a hundred, and are keys in caches that ranks use all the time."""
         return hash((self.mode, self.tp, self.dp, self.pp, self.cp, self.steps, self.micro, self.dtype, self.seed))
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class Case(_Words):
 
     @classmethod
     def of(cls, **words: Word) -> "Case":
-        """The case that these words describe: preset first, then family, then sizes that follow other sizes."""
+        """The case with these words; other values are those of its preset and family, or follow from the words."""
         return cls(**resolve_words(words))
 
     @classmethod
@@ -169,8 +169,8 @@ class Case(_Words):
 
     @classmethod
     def read_words(cls, text: str) -> dict[str, Word]:
-        """The words of a text by key, whatever case they make together. Raises CaseError for an unknown key, and for a
-        value that is no number where the key takes one.
+        """The words of a text by key, also if they make no legal case together. Raises CaseError for an unknown key,
+        and for a value that is not of the key's type.
         """
         words: dict[str, Word] = {}
         for entry in text.split():
@@ -186,15 +186,15 @@ class Case(_Words):
 
     @classmethod
     def check_words(cls, text: str) -> None:
-        """Raise CaseError for each that `read_words` raises it for, and for a word that is none of those of its key."""
+        """Raise CaseError as `read_words` does, and for a word that is not in the list of its key's legal words."""
         for key, value in cls.read_words(text).items():
             known = legal_values(WORDS[key])
             if known and value not in known:
                 raise CaseError(key, value, "is not a known word", "|".join(known))
 
     def but(self, **words: Word) -> "Case":
-        """This case with some words changed; what follows others (wp, ffn) follows again. A feature whose axis has one
-        rank by these words has its defaults again.
+        """This case with some words changed. Values that follow from others (wp, ffn) are derived anew. If the words
+        set the size of a feature's axis to 1, its other words have their defaults again.
         """
         alone = {
             name

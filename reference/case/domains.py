@@ -15,7 +15,7 @@ from shardproof.reference.language.words import Field, legal_values, write
 
 
 def domains() -> dict[str, tuple[Any, ...]]:
-    """Every word with several values, or naming a file, with its values, the plainest first."""
+    """Word -> its values, the plainest first: of every word with a domain or a list, and of words that name a file."""
     found = {word: _values(field) for word, field in WORDS.items()}
     return {word: values for word, values in found.items() if values}
 
@@ -39,7 +39,7 @@ _SIZES = frozenset(
     {"seq", "vocab", "hidden", "layers", "kv_heads", "experts", "expert_ffn", "shared_ffn", "kept_groups"}
     | {"kv_lora_rank", "q_lora_rank"}
 )
-"""Words that take any number that a rule proposes; others take values of their domain alone."""
+"""Words that take any number that a rule proposes; other words take only values of their domain."""
 
 
 def words_of(case: Case) -> Words:
@@ -83,7 +83,7 @@ def repair_words(
 
 
 def _legal_values(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[str, Sequence[Any]]) -> Words:
-    """The legal value that a rule proposes, of its own word or of another; none if that is fixed or impossible."""
+    """The word and legal value that a broken rule proposes; empty if the word is fixed or cannot have the value."""
     if not isinstance(problem, CaseError):
         return {}
     word, _, legal = problem.legal.rpartition("=")

@@ -64,7 +64,9 @@ class LayoutError(ValueError):
 
 
 def split_fused(tensors: Mapping[str, Tensor], kv_heads: int, *, qkv: bool = True) -> dict[str, Tensor]:
-    """Every fused tensor as its parts, or gate and up alone. Raises LayoutError for heads that do not fit them."""
+    """All tensors, the fused ones in parts; without `qkv` only gate and up are taken apart. Raises LayoutError for
+    heads that do not fit.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
@@ -297,7 +299,9 @@ def is_megatron(folder: Path) -> bool:
 
 
 def read_megatron(folder: Path, *, vocab: int) -> dict[str, Tensor]:
-    """Its parameters in full by their names in the dense model, the vocabulary cut to these rows (0: with its padding).
+    """The full parameters of a Megatron checkpoint, by their names in the dense model.
+
+    The vocabulary is cut to `vocab` rows; 0 keeps its padding.
 
     Raises LayoutError for a tensor that the dense model does not have, or that is incomplete; CaseError for files that
     torch cannot read.
@@ -408,6 +412,6 @@ def steps_before(case: Case) -> int:
 
 @lru_cache(maxsize=2)
 def _foreign(folder: Path, form: Form, _written_ns: int) -> Mapping[str, Tensor]:
-    """Parameters alone: training begins with them."""
+    """The parameters of a folder as a checkpoint from which training begins."""
     found = {f"model.{name}": tensor for name, tensor in parameters(folder, form).items()}
     return found | {"train.steps": torch.tensor(0)}

@@ -54,7 +54,7 @@ _OPCODES = (
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """An object of the file as data: a name, its arguments, its fields. Equal to itself alone."""
+    """An object of the file as data: a name, its arguments, its fields. No two of them are equal."""
 
     name: str
     made_of: Any = ()
@@ -75,12 +75,12 @@ class _Parser(pickle._Unpickler):  # in Python: the unpickler in C takes memory 
         return _Object(f"{module} {name}")
 
     def _make(self) -> None:
-        """For opcodes that would call: the name with its arguments, and nothing is called."""
+        """Handle opcodes that would call something: put its name and arguments on the stack, and call nothing."""
         made_of, called = self.stack.pop(), self.stack.pop()
         self.stack.append(_Object(_object(called).name, made_of))
 
     def _fill(self) -> None:
-        """For the opcode that fills an object: fields by name; TensorProperties has a tuple of five."""
+        """Handle the opcode that fills an object: keep its fields by name (TensorProperties has a tuple of five)."""
         state = self.stack.pop()
         _object(self.stack[-1]).fields = state if isinstance(state, dict) else {"state": state}
 

@@ -1,23 +1,21 @@
 """Text, JSON lines and token files of other systems to token ids.
 
-A reader turns bytes into documents: int64 tensors [tokens of the document]. Text is byte-level: a token is the byte,
-256 ends a document. A vocabulary below 257 folds ids by modulo. A larger one spreads them over its whole range, so that
-plain text meets every shard of the vocabulary. Token ids that a file already holds stay as they are: an id outside the
-vocabulary is an error. A negative id is InternEvo's mark of a prompt: the token `abs(id)`, which the model reads but
-never learns (EVO `data/tokenized/collaters.py`).
-
-Token files stand beside an index of where their sentences start.
+A reader turns bytes into documents: int64 tensors [tokens of the document]. A token of text is a byte, and 256 ends a
+document. With a vocabulary below 257 ids are taken modulo its size. With a larger one they are spread over the whole
+range, so that plain text has tokens of every shard of the vocabulary. Token ids in a file stay as they are, and an id
+outside the vocabulary is an error. In InternEvo's data a negative id marks a prompt: the token `abs(id)`, which the
+model reads but never learns (EVO `data/tokenized/collaters.py`).
 
 InternEvo's tokenized data: `x.bin`, JSON lines of tokens, one sentence a line, `{"tokens": [98655, 2317]}`. Beside it
 `x.bin.meta`, a NumPy `.npy` array of rows (byte offset of the line, number of its tokens), int32 as InternEvo's tools
 write it. Source: EVO `tools/tokenizer.py`, `data/tokenized/single_dataset.py`. InternEvo reads only the lines that
 `.meta` names; here the two must agree line for line, so that a stale `.meta` cannot hide sentences. The `.npy` header
-is parsed here because this room needs nothing but torch.
+is parsed here, since this package needs only torch.
 
 Megatron-Core's indexed data: `x.bin`, the tokens of all sequences, and `x.idx`, where each of them starts. `.idx`,
 little endian: the magic bytes, u64 version 1, u8 code of the token type, u64 number of sequences, u64 number of
-document borders. Then i32 lengths, i64 byte offsets, i64 borders (document k = the sequences from border k up to k +
-1). Multimodal data have one i8 a sequence behind them, which is not read. Source: MEG
+document borders. Then i32 lengths, i64 byte offsets, i64 borders (document k has the sequences from border k up to
+border k + 1). In multimodal data one i8 a sequence follows, which is not read. Source: MEG
 `core/datasets/indexed_dataset.py`.
 """
 
@@ -42,7 +40,7 @@ _LINE = '{"text": "..."} or {"tokens": [1, 2, 3]} on every line'
 
 
 def encode(text: bytes, vocab: int) -> Tensor:
-    """The byte-level document of this text: int64 [len(text) + 1], the last token is END; see the module for ids."""
+    """The document of this text, int64 [len(text) + 1], whose last token is END; see the module for the ids."""
     ids = torch.empty(len(text) + 1, dtype=torch.int64, device="cpu")
     if text:
         ids[:-1] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -51,9 +49,9 @@ def encode(text: bytes, vocab: int) -> Tensor:
 
 
 def _stride(vocab: int) -> int:
-    """The factor of ids: 1 up to 257 tokens, else the first number from vocab/golden ratio on without a common factor.
+    """The factor of ids: 1 up to 257 tokens, else the first coprime of `vocab` from vocab/golden ratio on.
 
-    It puts neighbouring bytes far apart and never two bytes on one id.
+    It puts neighbouring bytes far apart, and never two bytes on one id.
     """
     if vocab <= END + 1:
         return 1

@@ -1,8 +1,8 @@
 """Context parallelism: each rank of the axis `cp` holds a slice of every row. Its words and what makes them legal.
 
-Slices are equal: zigzag cuts a row into 2*cp chunks (Megatron-Core asserts the same), contiguous into cp. A mode that
-splits the sequence splits a slice once more. An exchange of tokens for heads needs whole heads on every rank. Sources:
-around.md 12.2, 14, 18.1.
+Slices are equal: with zigzag the row length must be a multiple of 2*cp (Megatron-Core asserts this too), with
+contiguous of cp. A mode that splits the sequence splits each slice once more. An exchange of tokens for heads needs
+whole heads on every rank. Sources: around.md 12.2, 14, 18.1.
 """
 
 import math
@@ -42,7 +42,7 @@ class Context(Core):
 
     @property
     def slices(self) -> tuple[tuple[range, ...], ...]:
-        """The places of a row that each context rank holds, as runs: a chunk and its mirror, or one chunk."""
+        """The ranges of a row that each context rank holds: a chunk and its mirror image, or one chunk."""
         chunks = 2 * self.cp if self.cp_slices == "zigzag" else self.cp
         size = self.row_tokens // chunks
         runs = [range(first, first + size) for first in range(0, chunks * size, size)]
@@ -50,25 +50,23 @@ class Context(Core):
 
     @property
     def slice_tokens(self) -> int:
-        """The number of tokens of a micro-batch on a context rank; all of the data rank's if rows are not sliced."""
+        """The number of tokens of a micro-batch on one context rank."""
         return self.tokens // self.cp
 
     @property
     def data_axis(self) -> str:
-        """The data axis; with context ranks, which see other tokens too, `dp_cp`."""
+        """The data axis: `dp_cp` in place of `dp` with context ranks, since they see different tokens too."""
         axis = super().data_axis
         return self.token_axis if axis == "dp" else axis
 
     @property
     def token_axis(self) -> str:
-        """The axis of ranks with different tokens; with context ranks, `dp_cp`."""
+        """The axis of ranks with different tokens: `dp_cp` with context ranks."""
         return "dp_cp" if self.cp > 1 else super().token_axis
 
     @property
     def layout(self) -> Layout:
-        """The rank orders, with the axis of data and context ranks joined, and the two levels of an
-        exchange in a ring.
-        """
+        """The rank orders, with the joined axis `dp_cp`, and the two axes of an exchange inside of a ring."""
         layout, inner = super().layout, self.cp_inner
         if inner > 1:
             levels = layout.orders[0].divide("cp", cp_inner=inner, cp_outer=self.cp // inner)
@@ -103,8 +101,8 @@ class Context(Core):
             yield from self._heads(inner if inner > 1 else cp)
 
     def _heads(self, ranks: int) -> Iterator[Problem]:
-        """The rules of an exchange over this many ranks: whole query heads, and whole kv heads or
-        whole copies of one.
+        """The broken rules of an exchange over this many ranks: each gets whole query heads and whole kv heads, which
+        may be copies.
         """
         tp = self.tp
         if self.heads // tp % ranks:

@@ -5,9 +5,9 @@ it predicts the token k + 1 places on with the model's own embedding and head. T
 
     weight / D * sum over k of (sum of mask_k * loss_k over all tokens of the step) / (sum of mask_k over the same)
 
-where mask and labels of depth k are those k places on in the same document. Both sums go over all micro-batches, data
-and context ranks, whatever is counted where. Sources: DeepSeek-V3 (arXiv:2412.19437) 2.2; Megatron-Core 0.16.1
-`MultiTokenPredictionBlock` (experts.md 24), which divides by what one rank counts, or by the tokens of the main loss.
+where mask and labels of depth k are those k places on in the same document. Both sums are over all micro-batches, data
+and context ranks. Sources: DeepSeek-V3 (arXiv:2412.19437) 2.2; Megatron-Core 0.16.1 `MultiTokenPredictionBlock`
+(experts.md 24), which divides by the tokens that one rank counts, or by those of the main loss.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which words are legal, alone and together: one rule a line, each with the message that a user reads.
+"""Which words are legal, each by itself and together: one rule a line, with the message that a user reads.
 
 `problems` are rules of the core, `expert_problems` those about experts: how a router weighs and chooses, and what
 follows its choice. Sources: modes.md sections 3.1 and 4 (divisibility of heads, vocabulary, sequence), Megatron-Core
@@ -19,7 +19,7 @@ from shardproof.reference.language.groups import RankOrder
 from shardproof.reference.language.words import LARGEST_SIZE, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
-"""What a mode that knows only one embedding= does with the token table."""
+"""embedding= of the token table -> what a mode does that has only this one, in words."""
 LARGEST_SEED = 2**64 - 1
 
 
@@ -136,7 +136,7 @@ def _tp_near(case: Core) -> int:
 
 
 def _uneven(case: Core) -> Iterator[Problem]:
-    """Every rank must hold a part where shares of ranks may differ."""
+    """The rules of modes whose ranks may hold unequal shares: no rank may be without one."""
     tp = case.tp
     if case.kv_heads < tp:
         legal = f"kv_heads={_kv_heads(case)}" if case.heads >= tp else f"tp={case.kv_heads}"
@@ -185,8 +185,8 @@ def _hidden(case: Core) -> int:
 
 
 def _kv_heads(case: Core) -> int:
-    """A legal kv_heads close to the given one: it divides heads, and splits over tp, evenly unless in autotp; in isp it
-    may be repeated to tp.
+    """The legal kv_heads closest to the given one: a divisor of heads that tp divides. In autotp it need only be at
+    least tp; in isp it may be a divisor of tp, since kv heads are repeated.
     """
     heads, tp, mode = case.heads, case.tp, case.system
     divisors = [d for d in range(1, heads + 1) if heads % d == 0]
@@ -195,7 +195,7 @@ def _kv_heads(case: Core) -> int:
 
 
 SKEW_PARTS = 16
-"""`skew` is a multiple of one part in this many."""
+"""`skew` is a multiple of one over this number."""
 
 
 def expert_problems(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:

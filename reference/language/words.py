@@ -18,9 +18,9 @@ SPLIT, MODEL, DATA, TRAFFIC, TRAINING = (
 )
 """The groups of words, in the order in which a case is printed."""
 LARGEST_SIZE = 2**31 - 1
-"""The largest integer but the seed: torch and numpy take it as a size everywhere."""
+"""The largest value of an integer word other than the seed: torch and numpy take it as a size everywhere."""
 Problem = tuple[str, str, str]
-"""Key, the rule it breaks, a legal value."""
+"""A key, the rule that its value breaks, a legal value."""
 Field = dataclasses.Field[Any]
 _Value = TypeVar("_Value")
 _LEGAL = {bool: "true|false", int: "at least 1"}
@@ -28,7 +28,7 @@ _LEGAL = {bool: "true|false", int: "at least 1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """A word of the case language. `default` is written as in a case, "" is no value.
+    """A word of the case language. `default` is written as in a case; "" means that there is none.
 
     `follows` are the words from which the value is derived when one of them is given and this word is not.
     """
@@ -57,14 +57,14 @@ def word(
 ) -> _Value:
     """A dataclass field with this default and meaning.
 
-    legal    the words that may be written, or a text that says so where the type does not
-    domain   values that stand for all of a number, the plainest first; () for a word that no experiment changes
-    group    opens a group that the following words belong to
-    after    the word behind which it is printed, where that is not the one declared before it
-    axis     the word is the size of a mesh axis, at this place in the default order of ranks (the fastest first)
+    legal    the legal values, or a text about them if the type does not say enough
+    domain   the values of a number that experiments draw, the plainest first; () if they do not change the word
+    group    the name of a group that begins with this word
+    after    the word after which this one is printed; "": after the one declared before it
+    axis     if not 0, the word is the size of a mesh axis; axes are ordered by this number, the fastest first
     follows  words from which `value` derives this one, if one of them is given and this one is not
-    dense    the value that the dense model sees, which does not depend on this word; None: it reads the word
-    part     a model has the class's feature only where this word is not its default
+    dense    the value that the dense model gets in place of any other; None: it gets the word itself
+    part     a model has the class's feature only if this word is not at its default
     """
     about = {
         "default": default,
@@ -89,16 +89,14 @@ def declared_words(owner: type) -> dict[str, Field]:
 
 @functools.cache
 def _defaults(owner: Any) -> tuple[Callable[[object], object], object, tuple[tuple[str, Any], ...]]:
-    """A function that reads all words of a feature from a case, its result for the defaults, and these."""
+    """A function that reads all words of a feature from a case, its result for the defaults, and the defaults."""
     defaults = tuple((name, field.default) for name, field in declared_words(owner).items())
     own = tuple(value for _, value in defaults)
     return attrgetter(*(name for name, _ in defaults)), own if len(own) > 1 else own[0], defaults
 
 
 def not_default(owner: Any, case: object) -> Iterator[tuple[str, str]]:
-    """Every word of a feature (a class) that differs from its default in a case, with the default
-    as a case writes it.
-    """
+    """Every word of a feature (a class) that is not at its default, with the default as a case writes it."""
     read_words, plain, defaults = _defaults(owner)
     if read_words(case) == plain:
         return
@@ -108,7 +106,7 @@ def not_default(owner: Any, case: object) -> Iterator[tuple[str, str]]:
 
 
 def legal_values(field: Field) -> tuple[str, ...]:
-    """The words that a field may have; () if they are no list."""
+    """The list of a field's legal values; () if it has none."""
     legal = field.metadata["legal"]
     return () if isinstance(legal, str) else tuple(legal)
 
@@ -118,7 +116,7 @@ def describe_words(
 ) -> tuple[Meaning, ...]:
     """The words of a case class in the order of its fields.
 
-    `known` are the legal values of further words that take one of a list, `follows` the leaders of further followers.
+    `known` are lists of legal values that fields do not have, `follows` words to follow that fields do not name.
     """
     found: list[Meaning] = []
     group = ""

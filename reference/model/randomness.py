@@ -141,7 +141,7 @@ def sites(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def rate_of(case: Case, site: str) -> float:
-    """The share that is dropped there."""
+    """The share of elements that is dropped at this site."""
     rate: float = case.attention_dropout if site.endswith(f".{SHARES}") else case.dropout
     return rate
 

@@ -46,11 +46,11 @@ def control(
     states: Mapping[str, Tensor] | None = None,
     observed: tuple[int, int] = (0, 0),
 ) -> dict[str, Tensor]:
-    """The outcome of dense training and the activations of the `observed` step and micro-batch.
+    """Dense training in the case's dtype, with the sums in another order: its outcome, and the activations of the
+    `observed` step and micro-batch.
 
-    They are in the case's dtype, with the sums in another order. `parts`: the number of partial sums (see
-    `reorder_sums`). `states`: those from which every step begins (reference.training.steps). `given`: see
-    reference.training.truth.
+    `parts`: the number of partial sums (see `reorder_sums`). `states`: the states from which every step begins
+    (`reference.training.steps`). `given`: see `reference.training.truth`.
     """
     other = reorder_sums(case, parts)
     return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=observed)
@@ -60,8 +60,8 @@ def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
     """The sums of linears, norms and attention in `parts` parts; with 0 in as many as the case splits them into, at
     least 2.
 
-    With an even number of `parts` attention is torch's fused kernel, whose backward takes other sums. With context
-    ranks attention is that of merged blocks instead, as the ranks compute it.
+    With an even number of `parts` attention is torch's fused kernel, whose backward sums in another order. Otherwise
+    attention of a case with context ranks is merged from blocks, as the ranks compute it.
     """
     attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
     by_hand = merged_attention if case.is_sliced else split_attention

@@ -58,8 +58,9 @@ class LossScale:
     def run_step(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
         """A step: its sums, their scale, and whether it is skipped.
 
-        `exact`: the sums are computed in a wider dtype than float16. In float16 another order of sums may overflow in
-        parts where this one does not. A power of two changes no digit, so such a step is computed with a smaller scale.
+        `exact`: the sums are computed in a wider dtype than float16. Otherwise they may overflow here although a step
+        in another order of sums is not skipped. Such a step is computed with a smaller scale: a power of two changes no
+        digit.
         """
         sums = backward(self.value)
         if exact:
@@ -79,7 +80,7 @@ class LossScale:
 
         Raises CaseError if they are neither surely outside of float16 nor surely inside.
         """
-        if self.case.scaler == "none" or not reach.finite:  # which diverges
+        if self.case.scaler == "none" or not reach.finite:  # not finite: the case diverges
             return False
         rounding = _roundings(self.case) * _UNIT
         if reach.least > (1 + rounding) * _LARGEST:

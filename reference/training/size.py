@@ -49,7 +49,7 @@ def word_of_size(case: Case, limit: int) -> tuple[str, int] | None:
 
 
 def _weights(case: Case) -> int:
-    """Elements of all weights: every layer has as many as the second one."""
+    """The number of elements of all weights, if every further layer has as many as the second one."""
     plain: dict[str, Any] = {
         word: field.default for owner in FEATURES.values() for word, field in declared_words(owner).items()
     }

@@ -45,7 +45,7 @@ from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
 
 LARGEST_STATES = 2**25
-"""With more elements of all full states of a run, an outcome leaves them out."""
+"""An outcome has the states of training only if they have at most this many elements, over all steps."""
 _MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
@@ -134,7 +134,7 @@ def load_state(
 
 
 LARGEST_LOGITS = 2**24
-"""With more elements of the full logits of one step, an outcome leaves them out."""
+"""An outcome has the logits only if those of one step have at most this many elements."""
 WEIGHT_DECAY = 0.01
 
 

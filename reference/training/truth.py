@@ -42,9 +42,9 @@ SPLIT: Mapping[str, Any] = {
 
 
 def dense_case(case: Case) -> Case:
-    """The case with all words of SPLIT at the same value: its truth is that of the case, bit by bit.
+    """The case with the words of SPLIT at their values for the dense model. It has the same truth, bit by bit.
 
-    The case itself where its truth or its data depend on the split (see `reference.data.batches`), or its variant does.
+    This is the case itself if its truth or its data depend on the split (see `reference.data.batches`), or its variant.
     """
     if case.truth_depends_on_split:
         return case
@@ -144,11 +144,11 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
 def truth(
     case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None, observed: tuple[int, int] = (0, 0)
 ) -> dict[str, Tensor]:
-    """Outcome and the activations of the `observed` step and micro-batch, with all arithmetic in float64.
+    """The outcome and the activations of the `observed` step and micro-batch, with all arithmetic in float64.
 
     `given`: what the implementation drew, by name (`list_given_kinds`).
     `states`: the states that an implementation returned, from which every step begins (`reference.training.steps`).
-    Without them a case that diverges raises CaseError (`refuse_divergence`).
+    Raises CaseError for a case that diverges, if there are no `states` (`refuse_divergence`).
     """
     rounded = weights(case, device)
     outcome = train(case, rounded, dtype=torch.float64, states=states, observed=observed)

@@ -154,7 +154,7 @@ def _print_checked(checked: Any, files: Sequence[str], tp: int) -> int:
 
 
 def _slices_as_json(text: str, sliced: Any, made: Iterable[Any], checked: Any) -> dict[str, object]:
-    """For machines: held ranges are [start, stop), null for a tensor that is whole on every rank."""
+    """The slices as JSON. Held ranges are [start, stop), or null for a tensor that is whole on every rank."""
     tensors = [
         {
             "tensor": one.name,

@@ -112,7 +112,7 @@ def _unknown_columns(run: Run) -> set[str]:
 def _by_place(
     fields: dict[str, Any], sizes: Sequence[tuple[Any, pd.DataFrame]], ranks: Sequence[int], axes: Axes
 ) -> list[Line]:
-    """Terms by place on the first axis on which alone it depends what a rank did; empty if there is no such axis."""
+    """Terms by place on the first axis on which a rank's place decides its calls; empty if there is no such axis."""
     for axis, lists in axes.items():
         places = [next(one.index(rank) for one in lists if rank in one) for rank in ranks]
         found = []

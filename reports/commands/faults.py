@@ -206,7 +206,7 @@ def _line_of_table(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...
 
 
 def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
-    """Table of checks: the rows that each kills, the rows that it alone kills, and one of these."""
+    """Table of checks: how many rows each kills, how many no other check kills, and one of those."""
     return Table(
         title="What every check is for",
         headers=("check", "kills", "alone", "for example"),

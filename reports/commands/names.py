@@ -73,7 +73,7 @@ def names_of_truth(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor
 
 
 def tables_of_names(truth: Mapping[str, Tensor]) -> list[Table]:
-    """Tables by kind. Names that differ in the step alone share a row, with the first and the last of them."""
+    """Tables by kind. Names that differ only in the step share a row, with the first and the last of them."""
     rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name, tensor in truth.items():
         kind, *path = name.split("/")

@@ -60,7 +60,7 @@ def _tables_of_answer(prediction: Prediction) -> list[Table]:
 
 
 def _tables_of_one(prediction: Prediction) -> list[Table]:
-    """Tables of one text alone: its stages, its loads of experts, what is beside."""
+    """Tables that only the prediction of a single text has: stages, loads of experts, what is beside."""
     tables = [_stages_table(prediction)] if len(prediction.stages) else []
     tables += load_tables(prediction.loads, prediction.calls)
     beside = table("Beside", prediction.beside, (str, "what | how much"), note=_BESIDE)

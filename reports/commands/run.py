@@ -84,7 +84,8 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
 def _run_request(request: Request) -> "tuple[RunResult, Run]":
     """The result of a request and its run folder as it was read, with its page in it.
 
-    After a Ctrl-C, or when the machine fails, of the cases that were finished before; raises that where there is none.
+    After a Ctrl-C or a failure of the machine it is the result of the cases that were finished before. The exception
+    is raised again if there is no run folder, or if the machine failed before any case was finished.
     """
     if request.processes:
         request = request if forkable(request.device) else dataclasses.replace(request, processes=0)
@@ -108,7 +109,7 @@ def _run_request(request: Request) -> "tuple[RunResult, Run]":
             raise
         why = "interrupted" if interrupted else str(end)
         show_message(f"\nshardproof: {why}; the cases finished before:", sys.stderr)
-        failed = (stored.verdicts["verdict"] == FAIL).any()  # which outweighs the machine
+        failed = (stored.verdicts["verdict"] == FAIL).any()  # outweighs a failure of the machine
         status = INTERRUPTED if interrupted else 1 if failed else MachineError.exit_status
         return RunResult(path=stored.path, verdicts=(), exit_status=status, notes=()), stored
 

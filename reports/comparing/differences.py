@@ -126,7 +126,7 @@ def _moved_cells(gone: Cells, fresh: Cells) -> tuple[Cells, Cells]:
         for rank, step, micro in sorted(cells.elements()):
             end[rank, step].append(micro)
     for place in ends[0]:
-        for before, after in zip(ends[0][place], ends[1].get(place, ()), strict=False):  # the rest is gone, or new
+        for before, after in zip(ends[0][place], ends[1].get(place, ()), strict=False):  # the others are gone, or new
             left[*place, before] += 1
             taken[*place, after] += 1
     return left, taken

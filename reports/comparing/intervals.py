@@ -16,12 +16,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.999
-"""Of every interval: one in seventy comparisons of thirty phases finds a difference by chance; of 10 %, far fewer."""
+"""The confidence of every interval. One in seventy comparisons of thirty phases finds a difference by chance; far fewer
+find one of 10 %.
+"""
 FEWEST = 4
-"""With fewer micro-batches there is no interval."""
+"""The fewest micro-batches that give an interval."""
 _RESAMPLES = 4000
 _MOST = 500
-"""The most micro-batches that are resampled; of more, evenly spaced ones are."""
+"""The most micro-batches that are resampled. If there are more, this many evenly spaced ones are."""
 _MEASURES = {"elapsed": "elapsed_us", "in calls": "in_calls_us"}
 _BLOCK = ["case", "step", "microbatch"]
 Times = NDArray[np.float64]
@@ -124,9 +126,9 @@ def _times_by_block(times: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def _middle_phase(drift: pd.Series, meetings: pd.Series) -> str:
-    """The phase whose change is the middle one, the greater of two middles: whatever became faster alone is not it.
+    """The phase whose change is the median (the greater of two), so that it is not the only one that became faster.
 
-    Only phases that meet this one most often can be held against it.
+    Only the phases with the most `meetings` are considered.
     """
     often = meetings.reindex(drift.index)
     ranked = drift[often == often.max()].sort_values(kind="stable")

@@ -122,7 +122,7 @@ def count_events(ledger: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fold_rows(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
-    """Rows that differ in their last number alone, joined to one row with all of these numbers."""
+    """Rows that differ only in their last number, joined to one row with all of these numbers as text."""
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
     for key, number in rows:
         found[key].append(number)
@@ -221,7 +221,7 @@ def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
 
 
 def write_events(events: pd.DataFrame, path: Path) -> None:
-    """Store counted events alone."""
+    """Store the counted events, and nothing else of a snapshot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     events[list(EVENT_TYPES)].to_csv(path, index=False, lineterminator="\n")
 

@@ -113,7 +113,7 @@ def _check_faults(arguments: argparse.Namespace) -> None:
 
 
 def _check_predict(arguments: argparse.Namespace) -> None:
-    """Check the words of a text alone, which may stand for several cases; the subject decides which of these can be."""
+    """Check the words of texts by themselves: a text may mean several cases, and which are legal is decided later."""
     _check_memory(arguments.memory)
     ours = arguments.subject == SUBJECT
     if ours:

@@ -104,15 +104,15 @@ def check_writing(file: str) -> AbstractContextManager[None]:
 
 
 LAUNCHED = "torchrun"
-"""The engine of ranks that torchrun has launched: all run this command, and rank 0 alone does the work."""
+"""The engine of ranks that torchrun has launched: all run this command, and only rank 0 does the work."""
 REPEATED = 3
-"""Of our own subject, every third default case is run twice: two runs cost more than what they find there."""
+"""Every third default case of our own subject is run twice: second runs of all would cost more than what they find."""
 _OF_OUR_DECODER = ("variant", "data", "deep")
 """Options that need the case language of our decoder."""
 
 
 def read_request(arguments: argparse.Namespace) -> Request | None:
-    """The request of `shardproof run`; None for other commands, and on launched ranks, of which rank 0 reads it later.
+    """The request of `shardproof run`. None for other commands, and on launched ranks, where rank 0 reads it later.
 
     Raises RequestError for a wrong option.
     """
@@ -159,7 +159,7 @@ def build_request(arguments: argparse.Namespace) -> Request:
 
 
 def _note_unquoted(cases: Sequence[str]) -> None:
-    """Say on stderr where words without quotes look like one case and are several; rank 0 alone says it."""
+    """Note on stderr that words without quotes are several cases and look like one; only rank 0 prints the note."""
     keys = [text.partition("=")[0] for text in cases if len(text.split()) == 1]
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
@@ -241,9 +241,9 @@ def _checkpoint_folder(arguments: argparse.Namespace) -> str:
 def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpoint: str = "") -> tuple[CaseLike, ...]:
     """The default cases of a subject in the chosen modes ("all" or "a,b").
 
-    They are its own (`subject.cases`); without any the stored ones, which hold every pair of values of two words. A
-    subject without `refuses` gets plain cases on 2 and 4 ranks instead. `deep`: every stored case in every mode.
-    `checkpoint` is a folder to save to.
+    These are the subject's own cases (`subject.cases`). If it has none, they are the stored cases, which have every
+    pair of values of two words; or plain cases on 2 and 4 ranks, if the subject has no `refuses`. With `deep` they are
+    every stored case in every mode. `checkpoint` is a folder to save to.
     """
     if not deep and (own := own_cases(subject)) is not None:
         modes_chosen = claims(subject).choose_modes(modes)

@@ -113,7 +113,7 @@ def _chart_model(run: Run, words: str, ranks: int, own: Sequence[tuple[str, str]
 
 
 def count_whole(value: object) -> str:
-    """A whole number that was added up as a float."""
+    """A whole number as text. pandas may have added it up as a float."""
     return count(int(float(str(value))))
 
 

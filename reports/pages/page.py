@@ -43,7 +43,7 @@ _MOST_BYTES = 2_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30
 _FEWEST_OF_GROWTH = 4
-"""Cases without which no two modes were run at two sizes each."""
+"""Two modes at two sizes each are at least this many cases."""
 _MOST_CASES = 64
 _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """The most pipelines with a picture of their own, and the most ranks in it."""

@@ -98,7 +98,7 @@ _BUSIEST = "of a step, on the rank of a stage that holds the experts which a ske
 
 
 def load_tables(memory: pd.DataFrame, calls: pd.DataFrame) -> list[Table]:
-    """Tables of `memory_by_load` and `calls_by_load`, a column for every load; none where no load is said."""
+    """Tables of `memory_by_load`, if there are several loads, and of `calls_by_load`, with columns for every load."""
     made = []
     loads = [str(load) for load in dict.fromkeys(calls["load"])]
     if len(memory) and len(loads) > 1:

@@ -1,10 +1,10 @@
-"""The computing half of `shardproof predict`: the cases that a text stands for, each forecast, and whether it fits.
+"""The computing half of `shardproof predict`: the cases that a text means, the forecast of each, and whether it fits.
 
-A text without a mode (or with mode=all) stands for every mode that the subject claims. A case that cannot be is kept
-with the rule that it breaks. Unless the text has other words, parameters are bfloat16 and AdamW trains in mixed
-precision. A case with experts without words on their load stands for LOADS, since a router's choice is not known
-without numbers. Several texts are one prediction: their candidates side by side. Sizes are bytes of one rank and one
-step; nothing is printed here.
+A text without a mode (or with mode=all) means a case in every mode that the subject claims. A case that breaks a rule
+is kept with that rule. Unless the text says otherwise, parameters are bfloat16 and AdamW trains in mixed precision. If
+the text has experts and says nothing about their load, it means a case for each of LOADS, since a router's choice is
+not known without numbers. Several texts make one prediction. Sizes are bytes of one rank and one step; nothing is
+printed here.
 """
 
 import math
@@ -25,12 +25,12 @@ from shardproof.reports.predicting import loads
 from shardproof.reports.printing.text_tables import figure
 
 DTYPE = "dtype=bfloat16"
-"""Dtype of a text without `dtype=`."""
+"""Added to a text without `dtype=`."""
 LOADS = ("routing=equal", "routing=equal skew=0.25", "routing=equal skew=1.0")
-"""How experts are loaded where a text does not say it: alike, with a quarter of the tokens or all on a few."""
+"""Added to a text without `routing=`: equal loads, and a quarter of the tokens or all of them on a few experts."""
 _LOAD = ("routing", "skew")
 _MOST_CHOICES = 10**9
-"""Tokens of a step times experts times layers, where choices are no arithmetic: about a minute."""
+"""The most tokens of a step times experts times layers, if choices are counted token by token: about a minute."""
 _GIB = 2**30
 _SIZES = ("seq", "batch", "micro")
 _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
@@ -38,9 +38,9 @@ _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A case to predict, or the reason why it cannot be; `words` are those in which the candidates of a text differ.
+    """A case to predict, or the reason why it is not legal; the candidates of a text differ in their `words`.
 
-    `states`: what AdamW keeps of a parameter; None when the text says `optimizer=`, which is then the program's own.
+    `states`: what AdamW keeps of a parameter; None when the text says `optimizer=`, and the program's own states count.
     `load`: the words that say how experts are loaded.
     """
 
@@ -53,10 +53,7 @@ class Candidate:
 
 
 def parse_candidates(text: str, subject: Subject) -> list[Candidate]:
-    """The cases that a text stands for.
-
-    Raises RequestError when the text names one case and that cannot be, and when none of several can.
-    """
+    """The cases that a text means. Raises RequestError if none of them is legal."""
     given = resolve_subject(subject)
     if vocabulary(given) is not None:
         return [make_candidate(text, text, subject)]
@@ -80,7 +77,7 @@ def parse_candidates(text: str, subject: Subject) -> list[Candidate]:
 
 
 def _chooses_experts(text: str, subject: Subject) -> bool:
-    """Whether a router chooses experts in the case of this text, which says nothing of their loads."""
+    """Whether the case of this text has experts, and the text does not say how they are loaded."""
     own_words = stated_words(text)
     if "routing" in own_words:
         return False
@@ -92,7 +89,7 @@ def _chooses_experts(text: str, subject: Subject) -> bool:
 
 
 def stated_words(text: str) -> dict[str, str]:
-    """Key -> value of every word of a text, the last where one is there twice."""
+    """Key -> value of every word of a text; of two words with one key the last."""
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
@@ -110,7 +107,7 @@ def make_candidate(text: str, words: str, subject: Subject) -> Candidate:
 
 
 def _why_countless(case: CaseLike) -> str:
-    """Why the rows of its experts cannot be counted in reasonable time, "" where they can."""
+    """Why the rows of the case's experts cannot be counted in reasonable time, "" if they can."""
     routing, sizes = getattr(case, "routing", ""), ("experts", "layers", "micro", "dp", "tokens")
     choices = math.prod(int(getattr(case, size, 1)) for size in sizes)
     if routing not in ("skewed", "empty") or choices <= _MOST_CHOICES:
@@ -121,13 +118,15 @@ def _why_countless(case: CaseLike) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A prediction of one text: `answer` in words, `rows` a candidate each, the one that needs least memory first.
+    """A prediction of one text: `answer` in words, and a row for each candidate, ordered by the memory that it needs.
 
-    Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank.
-    `states`: bytes kept of each parameter where they are by formula, "" where the program's own were measured.
-    `stages`: those of the pipeline of the first row that has one (reports.predicting.loads). `loads` and `calls`:
-    what stages need and which bytes they send by the load of experts, where one is given (reports.predicting.loads).
-    `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
+    rows        columns as in `_row_of_candidate`; cases that are not legal come last
+    memory_gib  the memory of a rank
+    states      bytes kept of each parameter, if they follow a formula; "" if the program's own were measured
+    stages      the pipeline stages of the first row that has any (`reports.predicting.loads`)
+    loads       what stages need under each load of experts, if the case has loads (`reports.predicting.loads`)
+    calls       the bytes that stages send under each load
+    beside      what the subject states beside its closed form (`subject.beside(case)`), for a single case
     """
 
     text: str
@@ -149,7 +148,7 @@ def predict_text(
     *,
     tick: Callable[[int, int, str, str], object] = lambda *_: None,
 ) -> Prediction:
-    """The prediction of what a text stands for, for ranks of this memory.
+    """The prediction of the cases that a text means, for ranks of this memory.
 
     Raises RequestError when the text is wrong or cannot be run dry.
     """
@@ -199,12 +198,12 @@ def _forecast_case(
 
 
 def _frame_of_rows(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """The rows. Whole numbers stay whole: pandas would make them floats beside a candidate that has none."""
+    """The rows as a table, in which integers stay integers: pandas would make them floats if one is missing."""
     return pd.DataFrame(rows).assign(**{name: pd.array([row[name] for row in rows], dtype="Int64") for name in _WHOLE})
 
 
 def _row_of_candidate(candidate: Candidate, one: Forecast | None, memory_gib: float) -> dict[str, Any]:
-    """The row of a candidate; numbers are missing where it cannot be. Sizes in bytes."""
+    """The row of a candidate, with sizes in bytes; one that is not legal has no numbers."""
     memory, sent = (one.memory, one.traffic) if one else (None, None)
     fits = "" if memory is None else ("yes" if memory.peak <= memory_gib * _GIB else "no")
     sizes = {name: getattr(one.case, name, None) if one else None for name in _SIZES}
@@ -258,7 +257,7 @@ def _words_of_states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
 def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     """The prediction of all these texts. Candidates are named by the words that not all of them have.
 
-    What belongs to one text alone is left out: its stages and loads, what is beside.
+    The tables about a single text are left out: stages, loads, calls, `beside`.
     """
     texts = [str(case) for one in predictions for case in one.rows["case"]]
     shared = set.intersection(*(set(text.split()) for text in texts))

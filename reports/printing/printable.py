@@ -26,7 +26,7 @@ def in_one_line(text: str) -> str:
 
 _MOST = 10
 Failure = tuple[str, str, str]
-"""Its place, "file:line" or "", its title, and its message."""
+"""The place of a failure ("file:line" or ""), its title, and its message."""
 
 
 def annotate_failures(failures: Iterable[Failure], stream: TextIO, environment: Mapping[str, str]) -> None:

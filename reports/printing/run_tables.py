@@ -187,7 +187,7 @@ _HEADERS = ("module", "phase", "op", "axis", "bytes", "formula", "calls", "at", 
 
 
 def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
-    """The terms of a case. Those that differ in their module or their count alone share a line."""
+    """The terms of a case. Terms that differ only in their module or their count share a line."""
     modules: dict[tuple[str, ...], dict[str, None]] = {}
     calls: dict[tuple[str, ...], int | None] = {}
     for term in terms:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
 
 _LONGEST = 24
-"""This many characters stay in one line of the terminal, however narrow it is."""
+"""Words and numbers of up to this many characters are not folded, however narrow the terminal is."""
 _GAP = 2
 """Characters between two columns of a terminal."""
 _LINE = 119
@@ -39,7 +39,7 @@ _LINE = 119
 _BESIDE_BAR = 60
 """The most characters of a case beside the bar in a terminal."""
 _PATIENCE_S = 2.0
-"""Seconds without output in a terminal before a progress bar."""
+"""Seconds before a progress bar appears in a terminal."""
 _LABEL = re.compile(r"[a-z ]{4,8}: +")
 """What begins a line of a failure's report: "what:   "."""
 STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}

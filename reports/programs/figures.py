@@ -86,11 +86,11 @@ def by_module(run: Run) -> pd.DataFrame:
 
 
 def list_exchanges(run: Run) -> pd.DataFrame:
-    """Exchanges of rows.
+    """The places whose all-to-alls send different numbers of rows to the ranks.
 
-    region (layers folded), phase, axis, calls (of all ranks), rows, busiest (the rank that gets most rows), its
-    busiest_rows and busiest_bytes. balance (its rows over the mean of the ranks of its axis), worst (of one exchange).
-    Of the places whose all-to-alls send unlike numbers of rows to ranks.
+    Columns: region (layers folded), phase, axis, calls (of all ranks), rows, busiest (the rank that gets most rows),
+    its busiest_rows and busiest_bytes, balance (its rows over the mean of the ranks of its axis), worst (the balance of
+    one exchange).
     """
     events = add_group_ranks(run)
     sent = events.get("sent_rows", pd.Series("", index=events.index)).astype("str")
@@ -227,7 +227,7 @@ def largest_payloads(run: Run, number: int = 3) -> pd.DataFrame:
 
 
 def add_group_ranks(run: Run) -> pd.DataFrame:
-    """The ledger with the ranks of every call's group, "" if its axis stands for several groups of its rank."""
+    """The ledger with the ranks of every call's group, "" if the rank is in several groups of the call's axis."""
     groups = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
     known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}

@@ -92,10 +92,10 @@ def open_checks(records: Iterable[Verdict]) -> list[OpenCheck]:
 
 
 def _by_first_place(failed: Sequence[Verdict]) -> list[list[Verdict]]:
-    """Failed verdicts, those with one first place together, in the order in which their cases are stored.
+    """Failed verdicts, grouped by their first place, in the order in which their cases are stored.
 
-    For each case the largest error over its limit comes first, within a first place and among places. Failures of one
-    case with other causes are other faults, even at the same place.
+    For each case the largest error over its limit comes first, in a group and among groups. Failures of one case at the
+    same place are in different groups if their causes differ.
     """
     shares = _shares_of_limits(failed)
     turn = {case: place for place, case in enumerate(dict.fromkeys(one.case for one in failed))}

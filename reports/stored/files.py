@@ -1,8 +1,8 @@
 """Reads the files of a run folder or a baseline: what a killed writer left is repaired, anything else is one error.
 
 A last line without its end is dropped with a note; a broken file raises RunFolderError with one message that names it.
-Of a recorded program, each rank wrote a part, `ranks/<rank>/` (harness.programs.part). A line cut in its middle is left
-out and counted; a rank without an orderly end is named once.
+Each rank of a recorded program wrote a part, `ranks/<rank>/` (harness.programs.part). A line that is cut in its middle
+is left out and counted; a rank without an orderly end is named once.
 """
 
 import json

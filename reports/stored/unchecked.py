@@ -143,7 +143,7 @@ def _of_dtype(run: Run) -> Iterator[str]:
 
 
 def _note_lower_precision(run: Run) -> Iterator[str]:
-    """In how many float64 cases the limits of a lower precision were used, and where."""
+    """The numbers of float64 cases in which the limits of a lower precision were used, and where."""
     found = {(one.case, note.names[0], note.reason) for one, note in _select_passed(run, NoteKind.LOWER_PRECISION)}
     counts = Counter((dtype, reason) for _, dtype, reason in sorted(found))
     yield from (words.lower_precision(dtype, reason, count) for (dtype, reason), count in counts.items())
@@ -178,5 +178,5 @@ def _select_notes(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
 
 
 def _select_passed(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
-    """Those of checks that passed."""
+    """Every note of this kind of a check that passed, with its verdict."""
     return ((one, note) for one, note in _select_notes(run, kind) if one.verdict == PASS)

@@ -32,7 +32,7 @@ def register() -> None:
             print_blob=True,
             derandomize=on_ci,
             phases=phases,
-            # A subject of one architecture refuses most of what is drawn: see `Prover.fitting`.
+            # A subject of one architecture refuses most of what is drawn: see `Prover.fit_case`.
             suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
             **({"database": None} if on_ci else {}),
         )

@@ -109,8 +109,8 @@ def cases(
 ) -> Case:
     """Draw a valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words.
 
-    The consequences of flags are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one
-    of these `parts` (`reference.features.PARTS`), where the mode has any.
+    What flags imply is drawn too (packed data are InternLM2's, a fused MLP is gated). If the mode can have some of the
+    `parts` (`reference.features.PARTS`), about one case in four has one.
     """
     tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
     family = "internlm2" if flags.get("packed") else fixed.get("family")
@@ -278,9 +278,9 @@ _ROWS = 6
 
 
 def boolean_rows(mode: str) -> tuple[Mapping[str, bool], ...]:
-    """The boolean words of cases of this mode, row by row; packed data have no attention mask (Megatron's dense one).
+    """The boolean words of cases of this mode, row by row.
 
-    A row in which both would be true is there twice, with one of them each.
+    Packed data have no attention mask (Megatron's dense one): of a row with both, there is one row with each.
     """
     words: tuple[str, ...] = (*_EVERYWHERE, "metric" if MODES[mode].measures else "attention_mask")
     words += ("fuse_weights",) if MODES[mode].gathers_weights else ()

@@ -7,15 +7,14 @@ in `modes` state which cases can show it, in the language of `reference.case.con
 words and what follows from them, and `world`. `wdp` are ranks that hold the same shard, `padding` rows of the
 vocabulary that are no token. A mutant is planted in every mode that can host it.
 
-A family is one or more files of bugs. A run of the held-back ones prints totals and the names of survivors, but never
-which of them got which place or cause. Figures of mutants that a rule was fitted to would show nothing.
+A family is one or more files of bugs. A run of held-back mutants prints totals and the names of survivors, but never
+which mutant got which place or cause: rules that were fitted to these mutants would make the figures worthless.
 
-Every property of the suites draws its cases from `suites.drawing.strategies`, in the number of the profile. The same
-number is drawn here, from a fixed seed, smallest first. So a mutant is killed by a case that a property meets.
+Every property of the suites draws as many cases from `suites.drawing.strategies` as its profile says. As many are drawn
+here, from a fixed seed, and tried smallest first. So a mutant is killed by a case that a property could draw.
 
-KNOWN joins parts that stand where they are used. The id of a known bug and its look are in
-`harness.diagnosing.causes.cause`, the changes of our source here, the variants of a case in `reference.case.variants`.
-Mutants that are held back are not in it.
+KNOWN has all that is known of a kind of bug: its id and its look from `harness.diagnosing.causes.cause`, and the
+mutants and the variants of a case (`reference.case.variants`) that plant it. Mutants that are held back are not in it.
 """
 
 import sys
@@ -61,17 +60,17 @@ class Mutant(Bug):
 
     @property
     def kind(self) -> str:
-        """Kind in the kill matrix: a variant is chosen by a word of the case, and nothing is planted for it."""
+        """The kind in the kill matrix. A variant is chosen by a word of the case, so it has no changes."""
         return "mutant" if self.changes else "variant"
 
     @property
     def is_shared(self) -> bool:
-        """Whether it changes what the dense model and the ranks share; then it is planted in both."""
+        """Whether it changes code that the dense model and the ranks share, so that it is planted in both."""
         return any(change.module.startswith("shardproof.reference.") for change in self.changes)
 
     @contextmanager
     def subject(self) -> Iterator[Subject | str]:
-        """Our subject with the bug in it. The dense model has it as well, inside, if it is in shared code."""
+        """Our subject with the bug in it. A bug in shared code is in the dense model as well, while this is entered."""
         if self.is_shared:
             with planted_everywhere(self.sources()):
                 yield SUBJECT
@@ -108,12 +107,12 @@ def draw_property(mode: str, fixed: Words) -> tuple[Case, ...]:
 
 
 def cases_showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
-    """The drawn cases of this mode that can show the mutant; of `dtype`, unless only others show it."""
+    """The drawn cases of this mode that can show the mutant; cases of `dtype`, unless only other dtypes show it."""
     if not dtype:
         return tuple(case for case in draw_property(mode, mutant.suite) if mutant.shows(case))
     try:
         cases_of_dtype = draw_property(mode, {"dtype": dtype, **mutant.suite})
-    except CaseError:  # its property is about words that need another dtype
+    except CaseError:  # the property fixes words that need another dtype
         cases_of_dtype = ()
     return tuple(case for case in cases_of_dtype if mutant.shows(case)) or cases_showing(mutant, mode)
 
@@ -171,16 +170,14 @@ SHOWN_BY: Mapping[str, str] = {
     "other_samples": "tests/harness/running/test_first_steps.py",
     "machine": f"{_DIAGNOSING}/test_six_lines.py",
 }
-"""The id of a cause that no open mutant and no variant plants -> the test that plants it in numbers, sightings or ends
-of a run.
-"""
+"""The id of a cause that no open mutant and no variant plants -> the test that plants it, in numbers or otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBug:
     """A kind of mistake. `looks` is how it shows.
 
-    `plant_subject` are the open mutants and variants for which this cause is right to report.
+    `planted` are the open mutants and variants for which this cause is right to report.
     """
 
     id: str

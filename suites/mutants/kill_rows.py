@@ -106,7 +106,7 @@ def mutant_killed(
 
 
 def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
-    """Whether the case of a row passes every check without the bug, yes or no; a variant's without its word."""
+    """Whether the case of a row passes every check without the bug, yes or no. For a variant the word is removed."""
     case = result.case
     right = case.but(variant="") if getattr(case, "variant", "") else case
     return YES if prove(right, SUBJECT, engine, timeout_s=timeout_s, explain=False).verdict == PASS else NO

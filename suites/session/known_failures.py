@@ -28,7 +28,7 @@ class Known:
     reason: str
 
     def means(self, nodeid: str) -> bool:
-        """Whether it means the test of this id."""
+        """Whether the entry means the test with this id."""
         pattern = re.escape(self.test).replace(r"\*", ".*")
         return re.fullmatch(f"(.*/)?{pattern}", nodeid) is not None
 
@@ -64,8 +64,8 @@ def mark(
 ) -> None:
     """Let known failures fail; add a failing test for every entry that matches no collected test.
 
-    An entry counts as stale only if the file that it names was collected as a whole. If it has a mode, this must be
-    among the `chosen` ones of those that the subject has `claimed`.
+    Such an entry is stale only if the file that it names was collected as a whole, and if its mode, if any, is not one
+    of those that the subject has `claimed` but that were not `chosen`.
     """
     for item in items:
         for entry in known:
@@ -76,7 +76,7 @@ def mark(
 
 
 def _means(entry: Known, item: pytest.Item) -> bool:
-    """By the test's id, and without its file, which ids lack if pytest was called from a folder without it."""
+    """Whether an entry means a test: by its id, or by its path, since ids lack the file if pytest ran elsewhere."""
     _, colons, test = item.nodeid.partition("::")
     return entry.means(item.nodeid) or entry.means(f"{item.path.as_posix()}{colons}{test}")
 

@@ -38,7 +38,7 @@ from shardproof.suites.drawing.strategies import boolean_rows, cases
 from shardproof.suites.session.request import world_sizes
 
 _ENOUGH = 50
-"""After this many refused cases in a row no test waits for one that is taken."""
+"""After this many refused cases in a row a test is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Prover:
     ) -> Iterator[Self]:
         """Open an engine, and a run folder in `out`; keep torch to one thread, as every engine does.
 
-        World sizes beyond what was launched are not drawn. Raises RequestError if none is left.
+        World sizes for which the engine has too few ranks are not drawn. Raises RequestError if none is left.
         """
         request = {"subject": subject, "truth": truth, "worlds": worlds, "engine": engine, "device": device}
         store = Store(out, subject, environment([*map(str, command)], request)) if out else None
@@ -101,9 +101,9 @@ class Prover:
     ) -> Any:
         """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.
 
-        Words of `where_known` are fixed too, but for a subject of own words that has them not, or not this value. Skips
-        the test when the subject refuses `only`, or has no such word or value. A drawn case that has no stand-in
-        (`fitting`) is not counted.
+        Words of `where_known` are fixed too, unless the subject has words of its own that lack the word or the value.
+        Skips the test when the subject refuses `only`, or lacks a fixed word or its value. If it refuses a drawn case,
+        and no other case can replace that one (`fit_case`), the draw is not counted.
         """
         if self.only is not None:
             if reason := self.reason_of_refusal(self.only):
@@ -148,8 +148,8 @@ class Prover:
         hypothesis.reject()
 
     def _row(self, data: st.DataObject, mode: str) -> Mapping[str, bool]:
-        """The boolean words of a draw. A property draws every row of them before it draws one again, and each property
-        begins with another one. A draw that is repeated (shrunk, from the database) has its row again.
+        """The boolean words of a draw: one of `boolean_rows`. A test draws every row before it draws one a second time;
+        a row depends on the test too. A draw that is repeated (shrunk, from the database) has the same row again.
         """
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         every, drawn = boolean_rows(mode), self.rows.setdefault(test, {})
@@ -215,7 +215,7 @@ class Prover:
     def _report(self, wrong: Sequence[Verdict]) -> str:
         """Six lines for each first place; a place that another test has reported is two lines and the command.
 
-        Checks that are no failure (unknown) have their reason.
+        Checks that are unknown, which is no failure, are reported with their reason.
         """
         test, blocks = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0], []
         by_place: dict[str, list[Verdict]] = {}

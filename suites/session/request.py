@@ -50,7 +50,7 @@ def check(config: pytest.Config) -> None:
 
 
 def header(config: pytest.Config) -> str:
-    """Header line: who is under test, where and how deep; and what of it cannot be."""
+    """The header line: the session's options, and what they name that does not exist."""
     words = [f"{name} {option_value(config, name)}" for name in ("subject", "modes", "worlds", "engine")]
     words += [f"truth {truth}" for truth in [option_value(config, "truth")] if truth]
     unknown = claims(subject_of(config)).unknown

@@ -2,8 +2,8 @@
 
 shardproof run "tp=2 cp=2 dp=3 mean=sequence" --subject shardproof.suites.subjects.policy:subject
 
-Only tokens of responses count, and every row has another number of them. All that is divided by their number, and the
-mean and deviation of advantages, is of the whole step: of all data ranks, context ranks and micro-batches.
+Only tokens of responses count, and rows have different numbers of these. Means over them, and the mean and deviation of
+advantages, are over the whole step: over all data ranks, context ranks and micro-batches.
 """
 
 import torch

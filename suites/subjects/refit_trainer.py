@@ -21,7 +21,7 @@ def shapes_of(case):
     return {**shapes, "gate": (INNER, width), "up": (INNER, width), "down": (width, INNER), "head": (VOCAB, width)}
 
 
-def attend(q, k, v):  # with the heads of a rank
+def attend(q, k, v):  # of the heads that this rank has
     q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v))
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2).flatten(2)

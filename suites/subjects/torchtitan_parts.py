@@ -1,4 +1,4 @@
-"""What `torchtitan_recipe` needs around torchtitan's Trainer on a CPU: samples, first weights, no GPU looked at."""
+"""What `torchtitan_recipe` needs around torchtitan's Trainer on a CPU: samples, first weights, stand-ins for a GPU."""
 
 import os
 import zlib
@@ -13,7 +13,7 @@ from shardproof.suites.subjects import torchtitan
 LENGTH, IGNORED = 16, -100  # tokens of a row; the label of a prompt
 
 
-def draw_batch(numbers):  # of samples, each with a prompt in front, whose labels do not count
+def draw_batch(numbers):  # the samples of these numbers; each begins with a prompt, whose labels do not count
     draws = [torch.Generator().manual_seed(number) for number in numbers]
     tokens = torch.stack([torch.randint(torchtitan.VOCAB, (LENGTH + 1,), generator=one) for one in draws])
     prompts = torch.tensor([[number % 7] for number in numbers])
@@ -21,7 +21,7 @@ def draw_batch(numbers):  # of samples, each with a prompt in front, whose label
     return {"input": tokens[:, :-1], "positions": torch.arange(LENGTH).expand(len(numbers), -1)}, labels
 
 
-def named(model):  # recomputation is around layers
+def named(model):  # the parameters, without the names that wrappers of recomputation add
     return [(name.replace("_checkpoint_wrapped_module.", ""), weight) for name, weight in model.named_parameters()]
 
 

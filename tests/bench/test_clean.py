@@ -19,7 +19,7 @@ from shardproof.reference.case import Case
 
 
 def wrong(case: Case, device: torch.device) -> Mapping[str, object]:
-    """Ours, with the first loss a little too large."""
+    """Our subject, with a first loss that is a little too large."""
     outcome = dict(ours(case, device))
     loss = outcome["loss/0"]
     assert isinstance(loss, Tensor)

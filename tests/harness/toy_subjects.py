@@ -66,7 +66,7 @@ def losses_only(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def empty(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Nothing checkable."""
+    """A subject that returns nothing that can be checked."""
     return {}
 
 

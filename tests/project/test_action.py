@@ -1,4 +1,4 @@
-"""The action of this repository, step by step in an empty repository, but for the steps that need GitHub."""
+"""The action of this repository, step by step in an empty repository, without the steps that need GitHub."""
 
 import os
 import re

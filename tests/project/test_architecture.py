@@ -73,7 +73,7 @@ OF_OTHERS = {
     "shardproof.suites.subjects.torchtitan_recipe": "the models of torchtitan, which a case names",
     "shardproof": "public names, at their first use",
 }
-"""The files that import by a name that others give them, or that a table has."""
+"""Module that imports by names that others give it, or that a table has -> what it imports."""
 
 
 @cache
@@ -106,7 +106,7 @@ def names_bound_again(module: ast.AST) -> list[str]:
 
 
 def test_a_module_binds_each_of_its_names_once() -> None:
-    """Two constants of one name in a file that was two: the first one's readers silently get the second."""
+    """If two files are joined and both have a constant of one name, readers of the first silently get the second."""
     assert names_bound_again(ast.parse("_MOST = 1\ndef f(): ...\n_MOST, x = 2, 3\nclass f: ...")) == ["_MOST", "f"]
     assert not [(str(path), again) for path in FILES if (again := names_bound_again(nodes_of(path)[0]))]
 
@@ -148,7 +148,7 @@ def test_an_import_inside_a_function_is_rare_and_says_why() -> None:
 
 @pytest.mark.parametrize("room", ["reference", "parallel", "harness", "reports"])
 def test_no_two_folders_import_each_other(room: str) -> None:
-    """The files of a folder are above all of its rooms, or below all of them."""
+    """So the files of a folder are imported by all of its subfolders, or import them."""
     folders: dict[Path, set[Path]] = {}
     for module, targets in imported().items():
         if module.startswith(f"shardproof.{room}."):

@@ -70,7 +70,7 @@ COSTLY = {
     'shardproof predict "preset=mixtral-8x7b': "10 CPU seconds",
     "--engine pool": "20 CPU seconds: a pool of its own",
 }
-"""Part of a command -> why it runs in the profile `deep` alone."""
+"""Part of a command -> why it runs only in the profile `deep`."""
 PLAIN = re.compile(r'shardproof run "(?!.*(?:save|load|experts)=)[^"]*"(?: "[^"]*")*')
 """A run of cases of ours, and nothing else; learned routing looks at numbers."""
 SUBJECT = re.compile(r"--subject (shardproof\.suites\.subjects\.\w+):")

@@ -26,7 +26,7 @@ from tests.shardproof.test_public_names import SESSION
 
 LONGEST_S = 400
 WORDS = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
-"""For pip: from what lies here, and nothing else."""
+"""Words for pip: it installs from the sources here, and downloads nothing."""
 
 
 def copied(source: Path) -> Path:

@@ -88,7 +88,7 @@ def test_it_stays_until_the_last_one_of_several_threads_has_left() -> None:
 
 
 class _ForGpus:
-    """A subject that was written for GPUs alone."""
+    """A subject that was written for GPUs only."""
 
     session = staticmethod(shardproof.cuda_on_cpu)
 

@@ -45,7 +45,7 @@ DEAR = {
     "tp=2 dp=3 steps=1": "twelve CPU seconds: Muon is proved by hand, fsdp2 on processes",
     "dp=3 data=fsdp2 compile=aot_eager": "six CPU seconds: tests/harness/threads/test_compiled_ranks.py has its like",
 }
-"""Case of a quick cell -> why it runs in the profile `deep` alone."""
+"""Case of a quick cell -> why it runs only in the profile `deep`."""
 
 
 def marks_of(cell: Cell) -> Iterator[pytest.MarkDecorator]:

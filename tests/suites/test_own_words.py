@@ -43,7 +43,7 @@ def test_a_property_of_a_word_that_the_subject_lacks_is_skipped_and_a_refusal_th
 
 
 class Split(Network):
-    """The same over tp alone."""
+    """The same subject, which refuses data ranks."""
 
     cases: Any = ("tp=2",)
 
@@ -133,7 +133,7 @@ PROVED: list[str] = []
 
 
 class Narrow:
-    """Ours, in one architecture; whatever else a case says is refused."""
+    """Our subject for one architecture: it refuses a case for which `reason` returns words."""
 
     modes = ("tp",)
 

@@ -14,7 +14,7 @@ from shardproof.harness.checking.measures.measured import MEASURES, error_ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """How far a tensor is from the truth in every measure; infinite when either holds NaN, or one of them infinity."""
+    """How far a tensor is from the truth in every measure; infinite if there is a NaN, or their infinities differ."""
 
     frobenius: float
     peak: float
@@ -36,18 +36,18 @@ def distance(
 ) -> Distance:
     """How far `value` is from `truth` (same shape), scaled by the truth's rms, or by `least` if that is larger.
 
-    `peak` is that of the elements which are off by more than the share `own` of themselves, 0 when there are none.
+    `peak` counts only elements that are off by more than the share `own` of themselves; 0 when there are none.
     `slack`, of the same shape, is taken off the error of every element before anything is measured.
-    A truth that is zero throughout, with no larger scale given, allows zero only. An infinite element of the truth,
-    such as a masked logit, allows this infinity only, and the others are measured. Empty tensors are equal.
+    If the truth is zero throughout and `least` is 0, only zeros are right. If an element of the truth is infinite, such
+    as a masked logit, the value must be the same infinity there, and the rest is measured. Empty tensors are equal.
     """
     return distance_from(value, TruthTensor.of(truth), least, own, slack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthTensor:
-    """A truth, with what several comparisons need of it in float64: the largest and the rms of its finite elements, and
-    whether it has infinite ones too. Beside NaN no element counts as finite, and the largest is not.
+    """A truth, and what several comparisons need of it in float64: the largest and the rms of its finite elements, and
+    whether it has infinite ones too. With a NaN no element is left out, and the largest is NaN.
     """
 
     numbers: Numbers

@@ -30,7 +30,7 @@ KIND_WORDS: dict[str, str] = {
     "exp_avg_sq_after": "optimizer states",
     "value_after": "values updated once a step",
 }
-"""Kind of name -> the kind of tensors in words, if that differs from the name."""
+"""Kind of name -> what such tensors are called, if not by that kind."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -45,14 +45,14 @@ def is_state(name: str) -> bool:
 
 
 def select_comparable(truth: Mapping[str, Tensor], outcomes: Sequence[Iterable[str]]) -> Mapping[str, Tensor]:
-    """The truth of what the ranks returned: without states if none of them returned any."""
+    """The truth as far as ranks can be compared with it: without states if no rank returned any."""
     if any(is_state(name) for outcome in outcomes for name in outcome):
         return truth
     return {name: tensor for name, tensor in truth.items() if not is_state(name)}
 
 
 def never_made(truth: Mapping[str, Tensor], returned: Iterable[str]) -> list[str]:
-    """States of an optimizer that ranks return although the truth skips the step (`skipped/<step>`), and has none."""
+    """The optimizer states that ranks return for a step that the truth skips (`skipped/<step>`), which has none."""
     skipped = {step_of(name) for name, tensor in truth.items() if kind_of(name) == "skipped" and bool(tensor.any())}
     return [name for name in returned if is_state(name) and name not in truth and step_of(name) in skipped]
 

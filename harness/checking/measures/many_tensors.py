@@ -1,8 +1,8 @@
-"""Many tensors compared at once: the rms of every kind, and what `tolerance.measure` finds in a tenth of its time.
+"""Many tensors compared at once: the rms of every kind, and what `tolerance.measure` finds, in a tenth of its time.
 
-Elements of small tensors in float64 are concatenated, and sums and maxima are taken by segment. Other dtypes, large or
-empty tensors, integers that differ, squares that would underflow, and a truth that is nearly zero beside its kind are
-left to `measure`.
+Small tensors are concatenated in float64, and sums and maxima are taken by segment. What this cannot compare is left to
+`measure`: other dtypes, large or empty tensors, integers that differ, squares that would underflow, and a truth that is
+nearly zero compared with its kind.
 """
 
 import math
@@ -31,7 +31,7 @@ BLOCK = 2**18
 large.
 """
 SOUND = (1e-140, 1e140)
-"""The square of a largest element between these neither underflows nor overflows."""
+"""A largest element between these two has a square that neither underflows nor overflows."""
 
 
 def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
@@ -49,7 +49,7 @@ def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _sums_of_squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
-    """Sums of squares and numbers of elements: of all the tensors together, or of each that is finite."""
+    """(Sum of squares, number of elements) of all the tensors together, or of each one that is finite."""
     if len(tensors) > 1:
         flat = _end_to_end(tensors)
         if math.isfinite(square := float(flat.dot(flat))):
@@ -81,7 +81,7 @@ Numbers: TypeAlias = Tensor | Computed
 
 
 def compute(of: Callable[..., Tensor], *tensors: Numbers) -> Numbers:
-    """What `of` computes from these tensors of one shape, element by element: at once, or in blocks if it is large."""
+    """What `of` computes from these tensors of one shape, element by element, now or in blocks if they are large."""
     whole = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() <= BLOCK]
     return of(*whole) if len(whole) == len(tensors) else Computed(of, tensors)
 
@@ -92,7 +92,7 @@ def whole_of(numbers: Numbers) -> Tensor:
 
 
 def blocks_of(numbers: Numbers) -> Iterable[Tensor]:
-    """The tensor in blocks of at most BLOCK elements; itself when it is one."""
+    """The tensor in blocks of at most BLOCK elements; a small tensor is one block."""
     if isinstance(numbers, Computed):
         return (numbers.of(*blocks) for blocks in zip(*map(blocks_of, numbers.tensors), strict=True))
     return (numbers,) if numbers.numel() <= BLOCK else numbers.reshape(-1).split(BLOCK)
@@ -117,7 +117,7 @@ def measured_together(
 ) -> dict[str, Measured]:
     """Name -> how `values` differs from `truth`, for names of both; `kinds` is the rms of each kind of name.
 
-    The limits are those of float64, for tensors without any other knowledge of rounding.
+    The limits are those of float64, and no bound on rounding is added to them.
     """
     fit = {
         name: truth[name].numel()

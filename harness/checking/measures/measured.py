@@ -19,12 +19,12 @@ ABSOLUTE = "absolute"
 class Measured:
     """A tensor compared with the truth, in the measure that came closest to its limit, in ratios and in epsilons.
 
-    `decidable` is False if the limits would admit half of the tensor, or half as much again: then staying within them
-    proves nothing. `zero`: the truth is zero but for rounding, so no factor shows on it, while any other value does.
-    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked. A
-    tensor is `right` if the error is finite and within its limit. It `overflows` if it is not finite and a control run
-    is not either: then every program in this dtype may. It is `wrong` if rounding explains neither. `ratio` is the
-    error in units of its limit, at most 1 if right.
+    `decidable` is False if the limits would admit the tensor times 0.5 or 1.5: then staying within them proves nothing.
+    `zero`: the truth is zero but for rounding, so no factor shows on it, while any other value does. `loose` counts the
+    elements of which an optimizer may have made more than the limit of `peak`: they are unchecked. A tensor is `right`
+    if the error is finite and within its limit. It `overflows` if neither it nor a control run is finite, since every
+    program in this dtype may overflow there. It is `wrong` if it is neither. `ratio` is the error in units of its
+    limit, at most 1 if right.
     """
 
     name: str
@@ -57,7 +57,7 @@ def measure_exact(name: str, value: Tensor, truth: Tensor) -> Measured:
 
 
 def error_ratio(error: float, allowed: float) -> float:
-    """An error in units of its limit; infinite if it is not finite, or if 0 is allowed and it is more."""
+    """An error in units of its limit; infinite if the error is not finite, or if it is more than a limit of 0."""
     if not math.isfinite(error):
         return math.inf
     if allowed == 0:

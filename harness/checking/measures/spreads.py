@@ -19,7 +19,7 @@ def replica_spread(outcomes: Outcomes, name: str) -> float:
     firsts: dict[object, Block] = {}
     blocks = [block for outcome in outcomes for block in outcome.get(name, ())]
     pairs = [(firsts.setdefault((block.region, block.terms), block), block) for block in blocks]
-    for one, other in combinations(firsts.values(), 2):  # of unequal extent
+    for one, other in combinations(firsts.values(), 2):  # blocks of unequal extent may overlap
         alike = one.terms == other.terms and one.global_shape == other.global_shape
         common = one.common_with(other) if alike and one.region != other.region else None
         if common is not None:

@@ -32,14 +32,14 @@ class Deviations:
         return bool(pattern := self._pattern(name)) and pattern not in self.applied
 
     def problems(self, names: Iterable[str]) -> list[Fact]:
-        """Problems of the statements themselves, which hide every one of these names; [] without any."""
+        """The fact that the statements hide every one of these names from comparison; [] if they do not."""
         if not all(map(self.deviates_unapplied, names)):
             return []
         return [state_fact("deviates_all", patterns=[*self.sentences])]
 
     def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], tuple[Note, ...]]:
-        """The tensors of one check that are judged, and notes on the others and on statements that do not apply, one
-        for each sentence.
+        """The tensors of one check that are judged, and one note for each sentence on the others, or on statements that
+        do not apply.
         """
         known = {each.name: sentence for each in measured if (sentence := self.sentence(each.name))}
         free = {name for name in known if self.deviates_unapplied(name)}

@@ -1,25 +1,27 @@
 """How far a right result may be from the truth, and how far this one is.
 
-Three measures, all must hold. `frobenius` = |x - t| / |t| over the whole tensor sees diffuse errors. `peak` = max|x -
-t| / rms(t) sees one wrong row in a big tensor. `scale` = `|<x - t, t>| / <t, t>` sees a wrong factor where rounding is
-large: independent roundings are nearly orthogonal to t. An element that is right to OWN_EPSILONS of its own size is
-right, however far it stands out. So may the gradient of one token's logit among thousands. Errors are plain ratios;
-`epsilons` counts them in the machine epsilon of the run dtype. Integers are compared exactly, but
-for those that follow from rounding in control runs too.
+There are three measures, and a right tensor is within the limits of all. `frobenius` = |x - t| / |t| over the whole
+tensor sees diffuse errors. `peak` = max|x - t| / rms(t) sees one wrong row in a big tensor. `scale` = `|<x - t, t>| /
+<t, t>` sees a wrong factor where rounding is large: independent roundings are nearly orthogonal to t. An element that
+is right to OWN_EPSILONS of its own size is right however far it stands out, like the gradient of one token's logit
+among thousands. Errors are plain ratios; `epsilons` counts them in the machine epsilon of the run dtype. Integers are
+compared exactly, unless rounding changes them in control runs too.
 
-float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). In other dtypes a control run shows
-how far rounding alone carries a right result. A control run is the dense model in the run dtype with its sums in
-another order. Allowed is CONTROL_FACTOR times the worst control run, and never less than the stated floor. Where the
-theoretical error of a sum of that many terms (`measuring`) is more, the factor is of that. A tensor within its limits
-proves nothing where half of it, or half as much again, would be within them too. `decidable` is False then, and where
-`frobenius` may reach CEILING. Beyond CEILING one step leaps so far that a few control runs do not bound it, and LEAP
-times as much is allowed. Bugs there are wrong by orders of magnitude. In float64 control runs are needed only beyond
-1e-9: training that leaps about doubles its noise in every step. A single control run may be lucky (a relu that flips,
-an update that amplifies). More are run before an error beyond the limit counts. Two bounds are added to the limit as
-they are. A relu's kink may change a tensor, and Adam an element whose gradient is within rounding of zero (`slack`). A
-truth of exactly 0, in a kind that is 0 throughout, has no size to scale by. `absolute` errors are compared there, and 0
-is allowed, or CONTROL_FACTOR times what control runs have. Sources: TTrace (errors in epsilons), control runs as in
-DeepSpeedExamples #1008.
+In float64 the limit is 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). In other dtypes a
+control run shows how far rounding alone carries a right result. It is the dense model in the run dtype with its sums in
+another order. The limit is CONTROL_FACTOR times the worst control run, or CONTROL_FACTOR times the theoretical error of
+a sum of that many terms (`measuring`) if that is more, and never less than a floor. In float64 control runs are needed
+only beyond 1e-9: training that leaps about doubles its noise in every step. A single control run may be lucky (a relu
+that flips, an update that amplifies), so more are run before an error beyond the limit counts. Two bounds are added to
+the limit as they are: what a relu's kink may change, and what Adam may make of an element whose gradient is within
+rounding of zero (`slack`).
+
+A tensor within its limits proves nothing if it would be so too when multiplied by 0.5 or 1.5. `decidable` is False
+then, and where `frobenius` may reach CEILING. Beyond CEILING a step leaps so far that a few control runs do not bound
+it, so LEAP times as much is allowed; bugs there are wrong by orders of magnitude. If the truth is exactly 0 in a kind
+that is 0 throughout, there is no size to scale by. There `absolute` errors are compared, and the limit is 0, or
+CONTROL_FACTOR times what control runs have. Sources: TTrace (errors in epsilons), control runs as in DeepSpeedExamples
+#1008.
 """
 
 import math
@@ -43,37 +45,33 @@ from shardproof.harness.checking.measures.measured import (
 )
 
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
-"""No limit is smaller than this many epsilons of the run dtype, even if the error of the control run was."""
+"""No limit is smaller than this many epsilons of the dtype that stores the tensor."""
 FLOAT64_CEILING = 1e-4
-"""If noise may be as large as this in float64, training amplifies it without end: errors of later
-steps prove nothing.
-"""
+"""If noise may be as large as this in float64, training amplifies it without end, and later steps prove nothing."""
 OWN_EPSILONS = 4.0
-"""`peak` does not count an element this many epsilons of the run dtype from its own truth; none in float64."""
+"""`peak` ignores an element within this many epsilons of the run dtype of its own truth. In float64 it ignores none."""
 CONTROL_FACTOR = 6.0
-"""A right result may be this many times further from the truth than the worst control run."""
+"""A right result may be this many times as far from the truth as the worst control run."""
 CEILING = 0.5
-"""Half of the tensor: a limit as wide as this would not notice a missing half of a sum."""
+"""A limit of half of the tensor, as wide as this, would not notice a missing half of a sum."""
 LEAP = 10.0
-"""If rounding alone may change half of a low-precision tensor, it may be this many times further off than its limit."""
+"""If rounding alone may change half of a low-precision tensor, the limits are multiplied by this."""
 FACTORS = (0.5, 1.5)
-"""A tensor whose limits admit one of these factors on it is undecided."""
+"""A tensor is undecided if the tensor times one of these factors would be within its limits."""
 SCALE_ALLOWED = 0.1
-"""The factor of a right result, <x, t> / <t, t>, may be this far from 1 if rounding alone may change the tensor by
-more.
-"""
+"""The factor of a right result, <x, t> / <t, t>, may be this far from 1, unless the limit of `frobenius` is less."""
 ZERO_SHARE = 1e-10
-"""A truth below this share of its kind's rms counts as zero but for rounding; its error is scaled by the kind's rms."""
+"""A truth below this share of its kind's rms is zero but for rounding; its error is scaled by the rms of the kind."""
 _SURE = 0.2
-"""A tensor within e of the truth is off by `0.5 - 1.5 e` at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
+"""A tensor within e of the truth, times 0.5 or 1.5, is off by `0.5 - 1.5 e` at least: more than e while e is <= 0.2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controlled:
     """A floating-point truth, the least rms by which errors from it are scaled, and how far control `runs` are from it.
 
-    It stands for the tensors of control runs, which need not be kept if they are large. `unstored`: the same without
-    the rounding of storage.
+    It replaces the tensors of control runs, which need not be kept if they are large. `unstored`: how far the runs are
+    from the truth without the rounding of storage.
     """
 
     true: TruthTensor
@@ -88,23 +86,23 @@ class Controlled:
         return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
     def against(self, controls: Sequence[Numbers], stored: Numbers | None = None) -> "Controlled":
-        """Compare these control runs too, tensors of its shape; `stored`: the rounding of storage of each element."""
+        """Add these control runs, tensors of its shape; `stored` is the rounding of each element when it is stored."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         off = [] if stored is None else [distance_from(run, self.true, self.least, slack=stored) for run in controls]
         return replace(self, runs=(*self.runs, *found), unstored=(*self.unstored, *(off or found)))
 
 
 def least_rms(true: TruthTensor, kind: float) -> float:
-    """The smallest rms by which errors from this truth are scaled, from the rms of its kind.
+    """The smallest rms by which errors from this truth are scaled, given the rms of its kind.
 
-    The gradient of a key bias is zero in mathematics. The rounding of its terms is an error of 100 % relative to
-    itself, and a tiny one relative to the gradients in its terms.
+    The gradient of a key bias, for example, is zero in mathematics. The rounding of its terms is an error of 100 %
+    relative to itself, and a tiny one relative to the gradients in its terms.
     """
     return kind if true.rms < ZERO_SHARE * kind else SCALE_SHARE * kind
 
 
 def own_share(dtype: str) -> float:
-    """The share of itself by which an element may be off in this dtype without counting for `peak`."""
+    """The share of its size by which an element may be off in this dtype without counting in `peak`."""
     return 0.0 if dtype == "float64" else OWN_EPSILONS * epsilon(dtype)
 
 
@@ -127,14 +125,14 @@ def measure(
 ) -> Measured:
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
-    `kept`: the dtype that held the tensor where that is wider, such as float32 in a 16-bit case. The smallest limit is
-    its. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's. `summed`: the
-    relative error that the sums behind it have in theory, as if a control run had it. `controlled`: this truth held
-    against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose errors are
-    allowed as they are. `relu_flips`: what a relu within rounding of zero may change, each of its shape. `slack`: what
-    an optimizer may make of gradients within rounding of zero, by element. `stored`: what storing rounds at most.
-    Control runs store too: it is one of their roundings, or it is taken off the value and them alike. One of these ways
-    must do.
+    `kept`: the dtype that stores the tensor if that is wider than the run's, such as float32 in a 16-bit case; it
+    decides the smallest limit. `lower`: the lowest dtype whose rounding control runs have, if that is lower than the
+    run's. `summed`: the relative error in theory of the sums that made the tensor; it counts like a control run.
+    `controlled`: the distances of further control runs. `amplified`: control runs with CONTROL_FACTOR times as much
+    rounding, whose errors are allowed as they are. `relu_flips`: what a relu within rounding of zero may change, each
+    of the tensor's shape. `slack`: what an optimizer may make of gradients within rounding of zero, by element.
+    `stored`: the most that storing rounds. Control runs store too, so there are two ways to account for it: as part of
+    their rounding, or taken off the errors of the value and of them. A tensor is right if it is right in one way.
     """
     if isinstance(truth, Tensor) and not truth.is_floating_point() and not truth.is_complex():
         return _measure_whole(name, *map(whole_of, (value, truth)), *(map(whole_of, c) for c in (controls, amplified)))
@@ -175,7 +173,7 @@ def _added(one: Numbers | None, other: Numbers | None) -> Numbers | None:
 
 
 def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Measured:
-    """A tensor whose truth is 0 throughout, and whose kind is."""
+    """A tensor whose truth, and all of its kind, is 0 throughout."""
     sizes = [TruthTensor.of(tensor) for tensor in (value, *controls)]
     error, *known = (math.inf if one.infinite or not math.isfinite(one.largest) else one.largest for one in sizes)
     allowed = CONTROL_FACTOR * max(known, default=0.0)
@@ -185,7 +183,7 @@ def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Mea
 def _measure_whole(
     name: str, value: Tensor, truth: Tensor, controls: Iterable[Tensor], amplified: Iterable[Tensor]
 ) -> Measured:
-    """Integers: they may differ as far as rounding carries them, and such a tensor decides nothing."""
+    """Integers. They may differ as far as rounding carries them in control runs, but then they decide nothing."""
     found = measure_exact(name, value, truth)
     if found.right or value.shape != truth.shape:
         return found
@@ -234,9 +232,7 @@ def _is_decidable(
     slack: Numbers | None,
     allowed: Distance,
 ) -> bool:
-    """Whether a factor of FACTORS on this tensor would be beyond the limits, and whether those are
-    below their ceiling.
-    """
+    """Whether this tensor times each of FACTORS would be beyond its limits, and these are below their ceiling."""
     if allowed.frobenius >= ceiling:
         return False
     if slack is None and allowed.frobenius < _SURE and true.rms >= least:
@@ -245,6 +241,6 @@ def _is_decidable(
 
 
 def _count_loose(slack: Numbers, dtype: str, limit: float) -> int:
-    """How many elements may be off by more than the limit of `peak`, or than noise can be in float64."""
+    """How many elements may be off by more than the limit of `peak`, or in float64 by more than noise can be."""
     share = FLOAT64_CEILING / FLOAT64_ALLOWED if dtype == "float64" else 1.0
     return sum(int((block > share * limit).sum()) for block in blocks_of(slack))

@@ -1,8 +1,8 @@
 """Gradients as backward leaves them, before any sum over ranks: whether only what follows can be wrong.
 
 If the ranks' gradients of one part add up to the truth over the ranks of some axes, or equal it on each rank, backward
-is right, and what follows is wrong. A subject may scale its loss and divide its gradients later: then they are the
-truth times a number, which is the same for gradients that are right in the end.
+is right, and what follows is wrong. A subject may scale its loss and divide its gradients later: then these sums are
+the truth times a number, and that number is the same for gradients that are right in the end.
 """
 
 import itertools
@@ -20,17 +20,15 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.blocks import Block
 
 Axes = tuple[str, ...]
-"""Names of axes; empty for what is right on every rank."""
+"""Names of axes; empty if the gradient is right on every rank without a sum."""
 _LEFT = 0.1
 """Backward left a gradient right if it differs by at most this share of the final error."""
 _ENOUGH = 8
-"""The number of right gradients that show the common factor, the smallest first."""
+"""The common factor is taken from this many right gradients, the smallest ones."""
 
 
 def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> Axes | None:
-    """The smallest set of axes over which the gradients of this name were right before any sum;
-    None if there is none.
-    """
+    """The fewest axes over which the ranks' gradients, before any sum, add up to the truth; None if there are none."""
     true = evidence.truth.tensors[name]
     given = [block.local for blocks in blocks_of(evidence.run, name).values() for block in blocks]
     if any(tensor.is_complex() for tensor in (true, *given)):
@@ -56,9 +54,7 @@ def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> A
 
 
 def is_left_wrong(evidence: Evidence, name: str) -> bool:
-    """Whether backward left this wrong gradient wrong: the returned one is a sum of what it left,
-    and the truth is not.
-    """
+    """Whether backward left this gradient wrong: what it left adds up to the returned one, and not to the truth."""
     value, true = evidence.run.tensors.get(name), evidence.truth.tensors[name]
     if value is None or value.is_complex() or true.is_complex() or value.shape != true.shape:
         return False
@@ -70,8 +66,8 @@ def _sums_before(
 ) -> Iterator[tuple[Axes, float]]:
     """Axes over which the ranks' gradients add up to a multiple of the truth on every rank, and the factor.
 
-    They must do so within the rounding of their dtype, and within `near` of the truth's size. Ranks with the same
-    numbers show no sum, since each may hold only a part of what it should. `of` is a tensor in place of the truth.
+    They must do so within the rounding of their dtype, and within `near` of the truth's size. If all ranks of an axis
+    have the same numbers, this shows no sum, since each may hold only a part. `of` is a tensor in place of the truth.
     """
     true = (evidence.truth.tensors[name] if of is None else of).double()
     parts = [given.get(name.removeprefix("grad/")) for given in evidence.search.before_sums]
@@ -91,7 +87,7 @@ def _sums_before(
 def _factor_of_sum(
     rank: int, held: Mapping[int, Block], axes: Sequence[Sequence[Sequence[int]]], truth: Tensor, near: float
 ) -> float | None:
-    """The factor of the truth's part in the sum over these axes; None if it is no multiple."""
+    """The factor by which the sum over these axes is a multiple of the truth's part; None if it is none."""
     part, ranks = held[rank], {rank}
     for lists in axes:
         ranks |= {other for members in lists for other in members if ranks & {*members}}

@@ -1,8 +1,8 @@
 """Likely causes: the stable ids that tables and tests rely on, each with what it states of one failure.
 
-An id says which kind of mistake numbers or calls show, for any subject; the fact says it for this tensor, axis and
+The id says which kind of mistake numbers or calls show, for any subject; the fact says it for one tensor, axis and
 group. A cause carries its predictions (`causes.proofs`), and cannot be made if the numbers contradict them. Hypotheses
-make one by `claim_cause`. Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
+make causes by `claim_cause`. Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ CAUSES: Mapping[str, str] = {
 class Cause:
     """A likely cause of a failure. Raises ValueError for a cause whose `proof` fails, or that has none.
 
-    `follows`: sizes of the case that equal a factor; a case with another size shows whether the factor comes from it.
+    `follows`: sizes of the case that equal its factor. A case of another size shows whether the factor comes from it.
     """
 
     id: str
@@ -93,7 +93,7 @@ def claim_cause(id: str, fact: Fact, *proof: Proof, follows: tuple[str, ...] = (
 
 
 def report_cause(id: str, fact: Fact, what: object) -> Cause:
-    """The cause of this id that is shown without numbers: by a call, a flaw, a finding, an exception."""
+    """The cause of this id that is shown without numbers, namely by a call, a flaw, a finding or an exception."""
     _check_id(id)
     return Cause(id=id, fact=fact, proof=(Seen(what=what),))
 

@@ -1,6 +1,6 @@
 """Hypotheses: mistakes that may explain a failure, each with its predictions, ranked by how much they explain.
 
-They are stated in `harness.diagnosing.hypotheses`. A cause is never made from numbers that contradict it
+Those of this system are in `harness.diagnosing.hypotheses`. No cause is made from numbers that contradict it
 (`causes.cause`).
 """
 
@@ -33,10 +33,10 @@ class Failure:
     """Evidence of a failed case, and its wrong tensors.
 
     wrong       all wrong names in the order of computation
-    numbers     those that can be held against a truth
+    numbers     the wrong names that can be compared with a truth
     findings    check -> its finding
     parted      the first difference of the ledger from the expectation; None where there is none
-    call_first  whether it comes before the first wrong tensor
+    call_first  whether that difference comes before the first wrong tensor
     """
 
     evidence: Evidence
@@ -53,7 +53,7 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """The kind of the first wrong tensor: that of its name, or one of the words of this file."""
+        """The kind of the first wrong tensor: the kind of its name, or one of the constants of this file."""
         kind, from_start = kind_of(self.first), self.evidence.truth.controls.states is None
         if kind in ("logits", "loss", "grad_norm") and not self.first.endswith("/0") and from_start:
             return LATER
@@ -78,8 +78,8 @@ class Failure:
 
     @property
     def whole(self) -> list[str]:
-        """The first wrong name, and all wrong gradients if it is one, on which ranks agree; [] if they do not agree on
-        the first.
+        """The first wrong name, and if that is a gradient all wrong gradients, as far as ranks agree on them; empty if
+        ranks disagree on the first.
         """
         names = self.alike if self.kind == "grad" else self.alike[:1]
         return [] if self.torn else [name for name in names if name in self.evidence.run.tensors]
@@ -90,9 +90,7 @@ class Failure:
 
 
 def of_values(find: Callable[[Evidence, Sequence[str]], list[Cause]]) -> Callable[[Failure], list[Cause]]:
-    """The causes that a function finds in wrong values on which ranks agree, in the dtypes by which
-    these are judged.
-    """
+    """The causes that `find` finds in wrong values on which ranks agree, each in the dtype by which it is judged."""
     return lambda failure: find(_as_judged(failure.evidence, names), names) if (names := failure.whole) else []
 
 
@@ -109,7 +107,7 @@ def _as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
 class Hypothesis:
     """A mistake that may explain a failure. `predicts` states what it does to the tensors that it affects.
 
-    `causes` finds it: the causes whose predictions hold, or []. It is tried if the first wrong tensor is of one of
+    `causes` returns the causes whose predictions hold, or []. It is called if the first wrong tensor is of one of the
     `kinds`.
     """
 

@@ -60,7 +60,7 @@ def place_of(name: str, steps: int) -> Place:
 
 
 def order_by_time(names: Sequence[str], steps: int) -> list[str]:
-    """These names in the order in which training computes them; `names` of a kind stand in forward order."""
+    """These names in the order in which training computes them. Those of one kind must be given in forward order."""
     of_kind: dict[str, list[str]] = {}
     for name in names:
         of_kind.setdefault(kind_of(name), []).append(name)
@@ -83,12 +83,12 @@ def order_by_time(names: Sequence[str], steps: int) -> list[str]:
 
 
 def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str], *, tried: bool = False) -> int:
-    """The step whose update may cause this first wrong name of the step after it; -1 if there is none.
+    """The step whose update may have caused this first wrong name, which belongs to the step after it; -1 for none.
 
-    The update is not in doubt if every parameter after it was returned right, or logits, a loss or a gradient norm
-    after it were. A small error of an update moves these by less than their limits, so they show nothing if the case is
-    `tried` with fewer steps. Tensors that were not returned show nothing. A step that is compared from the subject's
-    own state does not cause errors of a later one.
+    An update is not in doubt if all parameters after it were returned and are right. Right logits, a right loss or a
+    right gradient norm in the next step clear it too, unless the case is `tried` with fewer steps: a small error of an
+    update moves these by less than their limits. Tensors that were not returned show nothing. If every step is compared
+    from the subject's own state, an update causes no errors in later steps.
     """
     known, step = {*run.tensors} & {*truth.tensors}, 0
     if kind_of(name) in ("logits", "loss", "grad_norm", "routing", "param") or is_state(name):
@@ -101,7 +101,7 @@ def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection
 
 
 def wrong_ranks(run: RecordedRun, truth: Truth, name: str) -> tuple[int, ...]:
-    """Ranks whose error exceeds a thousandth of the largest one; if errors are not finite, these ranks alone.
+    """Ranks whose error exceeds a thousandth of the largest one; if some errors are not finite, only these ranks.
 
     Empty if all ranks are wrong, or if the tensor cannot be compared with the truth.
     """
@@ -119,9 +119,9 @@ def wrong_ranks(run: RecordedRun, truth: Truth, name: str) -> tuple[int, ...]:
 
 
 def ranks_apart(run: RecordedRun, truth: Truth, names: Sequence[str]) -> tuple[set[int], set[int]]:
-    """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
+    """Ranks that hold one of these tensors wrong, and ranks that hold all of theirs right, up to rounding.
 
-    Ranks that hold no element of them are in neither. Both are empty if a tensor cannot be compared with the truth.
+    Ranks that hold no element of them are in neither set. Both are empty if a tensor cannot be compared with the truth.
     """
     bad, judged = set[int](), set[int]()
     for name in names:
@@ -141,7 +141,7 @@ def ranks_apart(run: RecordedRun, truth: Truth, names: Sequence[str]) -> tuple[s
 
 
 def _largest_error(block: Block, truth: Tensor) -> float:
-    """The largest error of a block; 0 if it cannot be compared with the truth alone, infinite if it is not finite."""
+    """The largest error of a block, infinite if it is NaN; 0 if the truth has nothing that the block should equal."""
     if block.global_shape != tuple(truth.shape) or not block.local.numel() or block.reduce_op:
         return 0.0
     gap = float((block.local.double() - block.part_of(truth).double()).abs().max())
@@ -179,10 +179,10 @@ def blocks_of(run: RecordedRun, name: str) -> dict[int, Sequence[Block]]:
 
 
 def is_summable(run: RecordedRun, claims: Claims, axis: str, name: str) -> bool:
-    """Whether another sum over this axis would multiply this tensor.
+    """Whether one more sum over this axis would multiply this tensor.
 
-    It would if the ranks of a group hold equal parts, or parts from a reduce-scatter over the axis. Ranks with other
-    data (rows of an activation), or with other parts of a weight, would mix theirs.
+    It would if the ranks of a group hold equal parts, or parts from a reduce-scatter over the axis. It would not if
+    they hold other data (rows of an activation) or other parts of a weight, since the sum would mix these.
     """
     ranks = claims.axes.get(axis, (tuple(range(run.case.world_size)),))[0]
     blocks = blocks_of(run, name)
@@ -191,6 +191,6 @@ def is_summable(run: RecordedRun, claims: Claims, axis: str, name: str) -> bool:
         return True
     if kind_of(name) in ("act", "act_grad", "logits"):
         return len({tuple(region[0] for region in of_rank) for of_rank in regions}) == 1
-    events = run.calls.events  # without any, as of two launches, ranks that read other samples share what they sum
+    events = run.calls.events  # two launches have no events: then ranks of dp share what they sum
     summed = any(event.op == "reduce_scatter" and event.axis == axis for event in events) if events else axis == "dp"
     return summed and kind_of(name) != "init"

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 SINGLE = 1e-4
-"""A guess explains a single number only within this relative error, since it may be close to it by chance."""
+"""A guess explains a single number only within this relative error, since it may be near by chance."""
 _LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}
 """The share of the error that a pattern may leave. Rounding leaves more in shorter dtypes."""
 _LEFT_IN_SHORT = 3e-2
 DRIFT = 64
 """Replicas within this many machine epsilons of the truth differ in their last bits only."""
 _ROUNDINGS = 16
-"""A tensor that was rounded to a shorter dtype is within this many epsilons of that dtype of the truth."""
+"""A rounded tensor differs from the truth by at most this many epsilons of the shorter dtype."""
 FEWEST_OF_A_FACTOR = 4
 """The fewest independent elements that show a factor, since any single number is a multiple of the right one."""
 FEWEST = 8
@@ -31,8 +31,8 @@ FEWEST = 8
 class Explained:
     """A wrong `value` is `guess`, and not the truth.
 
-    `names` are the tensors whose values these are, `fitted` is how many numbers the guess takes from them. `left` is
-    the share of the error that may be left, by default that of rounding in the value's dtype.
+    `names` are the tensors that have these values, and `fitted` is how many numbers the guess takes from them. `left`
+    is the share of the error that the guess may leave, by default that of rounding in the value's dtype.
     """
 
     value: Tensor
@@ -55,9 +55,7 @@ class Explained:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rounded:
-    """All elements of a wrong `value`, but not all of the truth, can be represented in the dtype `short`; the two are
-    close.
-
+    """A wrong `value` fits the dtype `short` in all elements, and is close to the truth, which does not fit.
     Rounding errors are nearly orthogonal to the truth, and the error of a wrong factor is not.
     """
 
@@ -83,7 +81,7 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Near:
-    """The `value` of one replica is the truth but for its last bits, relative to the tensor's largest `size`."""
+    """The `value` of one replica is the truth but for its last bits, relative to `size`, the tensor's largest value."""
 
     value: Tensor
     truth: Tensor

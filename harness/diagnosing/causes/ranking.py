@@ -1,7 +1,7 @@
 """Tries all hypotheses of a kind, and reports the one whose cause explains most.
 
-First comes what explains the first wrong tensor, then what explains most of the wrong ones, then what takes fewest
-numbers from them. A cause that leaves more of a wrong tensor than its check allows is dropped.
+The cause that explains the first wrong tensor comes first, then the one that explains most wrong tensors, then the one
+that fits fewest numbers to them. A cause that leaves more of a wrong tensor than its check allows is dropped.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ from shardproof.harness.diagnosing.causes.proofs import Explained
 def select_best(
     failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()
 ) -> list[Cause]:
-    """The causes of the hypothesis that explains most; those of equal rank are alternatives.
+    """The causes of the hypothesis that explains most. Causes of equal rank are alternatives, and all are returned.
 
-    `left_out` are ids of causes that do not count.
+    Causes whose ids are `left_out` do not count.
     """
     tried = [one.causes(failure) for one in hypotheses if failure.kind in one.kinds]
     counted = [[cause for cause in causes if cause.id not in left_out] for causes in tried]
@@ -36,7 +36,7 @@ def _rank_of_cause(failure: Failure, cause: Cause) -> tuple[bool, int, int]:
 
 
 def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
-    """The causes that leave no more of a wrong tensor than its check allows, which are reported.
+    """The causes whose prediction leaves no more of a wrong tensor than its check allows.
 
     The first merged tensor of a cause decides, since later ones were computed from wrong values.
     """
@@ -46,8 +46,8 @@ def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
 def _is_residual_allowed(evidence: Evidence, cause: Cause) -> bool:
     """Whether the tensor would pass if the residual of the prediction were its error.
 
-    True for causes of one rank's part, of a step's movement, or of a truth of 0, which has no size to compare with. A
-    prediction that states how much it may leave (`Explained.left`) belongs to a hypothesis with a limit of its own.
+    True for causes that speak of one rank's part or of a step's movement, and for a truth of 0, which has no size to
+    compare with. Also true for predictions with a limit of their own (`Explained.left`).
     """
     tensors = evidence.run.tensors
     whole = (proof for proof in cause.proof if isinstance(proof, Explained) and proof.left is None)

@@ -1,4 +1,4 @@
-"""Causes in the calls: the first one that differs from the expectation, and calls over ranks that their axis lacks."""
+"""Causes in the calls: the first call that differs from the expectation, and calls over ranks that their axis lacks."""
 
 import torch
 
@@ -22,13 +22,11 @@ _COUNTED = {
     "extra": ("extra_call", "more_than_counted"),
     "wrong": ("wrong_call", "other_than_counted"),
 }
-"""A term that leaves fields out does not hold: kind of the difference -> id of the cause and id of its fact."""
+"""For a term that states no single call: kind of the difference -> id of the cause and id of its fact."""
 
 
 def over_other_ranks(failure: Failure) -> list[Cause]:
-    """The cause for the first axis with calls over ranks that it does not have, with the rank lists seen and the legal
-    ones.
-    """
+    """The cause for the first axis with calls over ranks that it does not have: their rank lists and the legal ones."""
     evidence = failure.evidence
     stray_calls = find_strays(evidence.run.calls, evidence.claims)
     if not stray_calls:
@@ -40,9 +38,9 @@ def over_other_ranks(failure: Failure) -> list[Cause]:
 
 
 def behind_a_check(failure: Failure) -> list[Cause]:
-    """The differing call, if a check's own statement follows from it.
+    """The differing call, if it is behind what a check states.
 
-    The call was not waited for, or it ran over other ranks, whose parts are different ones.
+    Either the call was not waited for, or it ran over other ranks, which hold other parts.
     """
     parted, check = failure.parted, first_stated(failure)
     if parted is None:
@@ -103,7 +101,7 @@ def _other_payload(parted: Difference) -> bool:
 
 
 def _another_place(parted: Difference) -> bool:
-    """Whether the right call is made in another phase or module."""
+    """Whether the right call is made, but in another phase or module."""
     expected, found = parted.expected, parted.found
     if parted.counted or expected is None or found is None:
         return False
@@ -111,9 +109,9 @@ def _another_place(parted: Difference) -> bool:
 
 
 def _may_cause(failure: Failure, parted: Difference) -> bool:
-    """Whether a call may cause the first wrong number: it comes before it, or before its sum in grad_sync.
+    """Whether a call may cause the first wrong number: it comes before that number, or before its sum in grad_sync.
 
-    More than a call is missing if a module never ran, or parameters have no gradient.
+    A missing call is no cause if a module never ran, or if parameters have no gradient: then more than a call is lost.
     """
     evidence, output = failure.evidence, f"act/{parted.line.region}"
     unreturned = evidence.truth.tensors.keys() - evidence.run.returned
@@ -125,7 +123,7 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
 
 
 def guess_unused_parameters(failure: Failure) -> list[Cause]:
-    """The cause of parameters that do not change and get no gradient, which some rank does return for others."""
+    """The cause of parameters that do not change and for which no rank returns a gradient, as some do for others."""
     evidence = failure.evidence
     names = [name for name in evidence.truth.tensors if kind_of(name) == "grad"]
     run, search = evidence.run, evidence.search

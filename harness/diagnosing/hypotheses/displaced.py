@@ -1,7 +1,7 @@
 """Right numbers in wrong places: patterns of a whole tensor, another rank's part, and another tensor's numbers.
 
-Each rank's own blocks are compared with the truth at the places where other ranks' blocks begin. So parts of unequal
-size, and a shorter last part, are found too.
+Each rank's blocks are compared with the truth at the places where other ranks' blocks begin. So parts of unequal size,
+and a shorter last part, are found too.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.verdicts.facts import state_fact
 
 OVERLAP = 0.5
-"""The share of a part that must lie inside the tensor at the other place."""
+"""The share of a part that must still lie inside the tensor when the part is moved to the other place."""
 
 
 def from_regions(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
@@ -49,7 +49,7 @@ def _is_wrong(block: Block, truth: Tensor) -> bool:
 def _find_elsewhere(
     name: str, block: Block, dim: int, starts: Sequence[int], truth: Tensor
 ) -> tuple[int, Explained] | None:
-    """The place along a dim, one of these, whose numbers in the truth this block holds; None if there is none."""
+    """The one of these places along a dim whose numbers in the truth this block holds; None if there is none."""
     (own, end), cut = block.region[dim], [slice(a, b) for a, b in block.region]
     for start in starts:
         size = min(end - own, truth.shape[dim] - start)
@@ -75,7 +75,7 @@ def in_other_places(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
 
 
 def _other_steps(truth: Truth, name: str) -> dict[str, Tensor]:
-    """Truths of the same name in other steps, which a stale tensor equals: the nearest first, of two the earlier."""
+    """Truths of the same name in other steps, which a stale tensor equals: nearest first, earlier before later."""
     now = step_of(name)
     if now < 0:
         return {}
@@ -91,15 +91,15 @@ def _but_for_step(name: str) -> tuple[str, str]:
 
 
 def from_other_tensors(truth: Truth, name: str, value: Tensor) -> list[Cause]:
-    """Whether a tensor is another one of its kind and step, or is made of slices of several of them along one dim.
+    """Whether a tensor is another one of its kind and step, or consists of slices of several of them along one dim.
 
-    A fused tensor looks like this if it is cut at other places than those where its parts were joined.
+    A fused tensor looks like this if it is not cut where its parts were joined.
     """
     true, tensors = truth.tensors[name], truth.tensors
     if true.dim() < 2 or true.shape != value.shape or not value.is_floating_point():
         return []
     alike = [n for n in tensors if kind_of(n) == kind_of(name) and step_of(n) == step_of(name)]
-    # A module may return what a module inside it returns: equal tensors are no others.
+    # A module may return what a module inside it returns: an equal tensor is not another one.
     others = [n for n in alike if not torch.equal(tensors[n], true)]
     for other in others:
         if tensors[other].shape == true.shape:
@@ -118,9 +118,9 @@ def _without_dim(tensor: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def _of_slices(truth: Truth, name: str, value: Tensor, dim: int, beside: Sequence[str]) -> list[Cause]:
-    """Whether every slice along a dim comes from this tensor or from those `beside`, and some from those.
+    """Whether every slice along a dim comes from this tensor or from those `beside`, and some from the latter.
 
-    Slices that lie in any tensor show nothing: zeros, and slices that are mostly like others.
+    Zeros show nothing, and neither do tensors whose slices are mostly equal to others.
     """
     tensors = [truth.tensors[n].double().movedim(dim, 0).flatten(1) for n in (name, *beside)]
     slices, mine = torch.cat(tensors), value.double().movedim(dim, 0).flatten(1)

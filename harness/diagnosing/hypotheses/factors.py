@@ -1,9 +1,9 @@
 """Wrong tensors that are the truth times one number, and which sizes of the case that number may come from.
 
 A sum over an axis is named only if such a sum can happen to this very tensor (`is_summable`). If several sizes of the
-case equal the factor, or a constant may, `Evidence.others` decides: the same subject in cases with another size. A
-factor that follows the size comes from it, and one that stays is a constant. Without such cases all sizes that fit are
-named, since the numbers of one case cannot choose between them.
+case equal the factor, or a constant may, `Search.others` decides: the same subject in cases with another size. A factor
+that changes with the size comes from it, and a factor that stays is a constant. Without such cases all sizes that fit
+are named, since the numbers of one case cannot choose between them.
 """
 
 import math
@@ -31,11 +31,11 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.verdicts.facts import state_fact
 
 Predict = Callable[[float], tuple[Explained, ...]]
-"""What a factor makes of the truths: factor -> predictions for the wrong tensors."""
+"""What a factor predicts: factor -> predictions for the wrong tensors."""
 Measure = Callable[[Evidence], float | None]
-"""Evidence of another case -> the factor on the same tensor or part there; None if it shows none."""
+"""Evidence of another case -> the factor of the same tensor or part in that case; None if it shows none."""
 _NEAR = 1e-6
-"""A factor equals a size within this share of it, or within what rounding leaves of the error."""
+"""A factor equals a size within this share, or within what rounding leaves of the error."""
 _LARGE = 3
 """A factor that equals a size of at least this is not taken for a constant."""
 _ALL, _TOKENS = "all ranks", "tokens of the step"
@@ -66,7 +66,7 @@ def factor_of(value: Tensor, truth: Tensor) -> float | None:
 def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] = ()) -> list[Cause]:
     """Causes of one factor on all of these wrong tensors; empty when they do not share one.
 
-    `beside`: all wrong gradients, if they must share it too.
+    `beside`: all wrong gradients, if they must have the same factor.
     """
     every = [*names, *beside]
     values = {name: evidence.run.tensors[name] for name in every if name in evidence.run.tensors}
@@ -76,7 +76,7 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     if not known or len(known) < len(every):
         return []
     near = max(_NEAR, *(share_left(value) for value in values.values()))
-    # the measured factor is not exactly a size, the guesses are
+    # the measured factor is not exactly a size, but the guesses are
     predicted = tuple(
         Explained(
             value=value,
@@ -98,7 +98,7 @@ def meaning_of(
 ) -> list[Cause]:
     """Causes of a factor on the result of a step; `what` is "gradients" or "updates".
 
-    `measure` finds the factor in another case. A sum or mean too many would show from the first step on.
+    `measure` finds the factor in another case. Only in step 0 a size is a possible cause, since it would show there.
     """
     sizes = () if step else (*_sizes_that_split(evidence.run), "micro")
     guesses = [_Guess(size=size, power=power) for size in sizes for power in (1, -1)]
@@ -127,7 +127,7 @@ def _decide_factor(
     measure: Measure,
     predict: Predict,
 ) -> list[Cause]:
-    """The cause for the guesses at which the factor fits here and in other cases; otherwise that of a constant factor.
+    """The causes for the sizes that equal the factor here and in other cases; otherwise that of a constant factor.
 
     `multiplied`: values of the fact that say what is multiplied.
     """
@@ -147,7 +147,7 @@ def _decide_factor(
         if _counts_by_name(other.run, other.truth).get(size) != counts.get(size)
     ]
     stated = partial(state_fact, "factor", **multiplied, factor=factor)
-    if seen and stays and left:  # only sizes that no legal case changes are left, and a constant fits as well
+    if seen and stays and left:  # no legal case changes these sizes, so a constant fits as well
         large = [g for g in left if counts[g.size] >= _LARGE]
         left, elsewhere = large or left, []
         stated = partial(stated, unsure=not large)
@@ -161,15 +161,15 @@ def _decide_factor(
 
 
 def _is_constant(factor: float, elsewhere: Sequence[float], near: float) -> bool:
-    """Whether it is this factor in all other cases in which the tensor is wrong."""
+    """Whether this is the factor in all other cases in which the tensor is wrong."""
     found = [there for there in elsewhere if there != 1]
     return bool(found) and all(_is_equal(there, factor, near) for there in found)
 
 
 def _follows_size(evidence: Evidence, guess: _Guess, seen: Sequence[tuple[Evidence, float]], near: float) -> bool:
-    """Whether the factor follows the guess in other cases: those with another size, and those with the same.
+    """Whether the factor is the guess in other cases, both those with another size and those with the same size.
 
-    The mistake may not happen at all without a size that it needs: there the tensor is right.
+    The tensor may also be right in a case with the same size, since the mistake may need another size that is gone.
     """
     size = _counts_by_name(evidence.run, evidence.truth).get(guess.size)
     fits = [(other, there, _is_equal(there, guess.factor(other), near)) for other, there in seen]
@@ -199,15 +199,14 @@ def _sizes_that_split(run: RecordedRun) -> list[str]:
 
 
 def _counts_by_name(run: RecordedRun, truth: Truth) -> dict[str, float]:
-    """Every size that a factor may come from. Axes that split nothing have none."""
+    """Every size that a factor may come from, except axes that split nothing."""
     counts: dict[str, float] = {**split_axes(run.case), _ALL: run.case.world_size}
     tokens = truth.tensors.get("tokens/0")
     return counts | {"micro": run.case.micro} | ({} if tokens is None else {_TOKENS: float(tokens)})
 
 
 def _per_step(failure: Failure) -> list[Cause]:
-    """Causes of a factor on the numbers of all wrong steps, otherwise of one on the first step's and all wrong
-    gradients.
+    """Causes of a factor on the numbers of all wrong steps, else on that of the first step and all wrong gradients.
 
     A constant factor that implies another whole number of tokens is left out: tokens may be counted differently.
     """

@@ -33,13 +33,13 @@ from shardproof.harness.verdicts.facts import state_fact
 from shardproof.harness.verdicts.verdict import FAIL
 
 _ORDINARY = 1e-3
-"""The probability above which two masks are as alike as independent ones."""
+"""Two masks whose overlap has a larger probability than this are as alike as independent masks."""
 
 
 def from_masks(failure: Failure) -> list[Cause]:
-    """The cause of the first of these wrong names that is a mask; none if several would fit.
+    """The cause of the first wrong name that is a mask, the first of several that fit.
 
-    The truth knows nothing of masks but what the ranks drew.
+    The truth takes its masks from the ranks, so it does not know better.
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
@@ -83,7 +83,7 @@ def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
 
 
 def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
-    """Replicas whose masks are as unlike as those of different streams. Stages of a pipeline are no replicas."""
+    """Replicas whose masks are independent of each other. Stages of a pipeline are no replicas."""
     by_region: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
     for rank, outcome in enumerate(evidence.run.full_outcomes):
         if outcome.get(name):

@@ -1,7 +1,7 @@
-"""Wrong norms of gradients: those of one rank's parts alone, or with some gradients left out or counted too often.
+"""Wrong norms of gradients: norms of one rank's parts alone, or with some gradients left out or counted too often.
 
-Any number of the first step is such a norm, whatever its name, if its truth is the norm of all gradients. Norms are
-computed again from returned gradients and from the truth's. A guess that leaves an error shows nothing.
+Whatever its name, a number of the first step is such a norm if its truth is the norm of all gradients. Norms are
+computed again from the returned gradients and from the truth's. A guess that leaves an error shows nothing.
 """
 
 import math
@@ -21,10 +21,10 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 EXACT = {torch.float64: 1e-9}
-"""Relative tolerance of a norm by dtype, if many guesses compete for one number; otherwise `_NEAR`."""
+"""Relative tolerance of a norm by dtype, if many guesses compete for one number; `_NEAR` for other dtypes."""
 _NEAR = 1e-6
 _OWN = 5e-4
-"""Relative tolerance of every rank's own norm: the numbers of several ranks do not fit another rule by chance."""
+"""Relative tolerance if every rank has its own norm: several numbers do not fit another rule by chance."""
 _LEFT = 1e-3
 """The share of the error that a guess of a norm may leave."""
 
@@ -57,7 +57,7 @@ def from_norms(failure: Failure) -> list[Cause]:
 def _claim_norm(
     name: str, truth: float, values: Mapping[int, float], guesses: Mapping[int, float], fact: Fact
 ) -> list[Cause]:
-    """The cause when the numbers are these."""
+    """The cause, if these guesses are close enough to the values of the norm."""
     value = torch.tensor([*values.values()], dtype=torch.float64)
     guess = torch.tensor([guesses[rank] for rank in values], dtype=torch.float64)
     proof = Explained(value=value, truth=torch.full_like(value, truth), guess=guess, left=_LEFT, names=(name,))
@@ -65,7 +65,7 @@ def _claim_norm(
 
 
 def _own_squares(run: RecordedRun) -> dict[int, float]:
-    """Rank -> the sum of squares of the gradients that it returned; terms of a sum are counted as they are."""
+    """Rank -> the sum of squares of the gradients that it returned, partial sums as they are."""
     return {
         rank: sum(
             float(block.local.double().square().sum())
@@ -80,7 +80,7 @@ def _own_squares(run: RecordedRun) -> dict[int, float]:
 def _before_sums(evidence: Evidence, own: Mapping[int, float]) -> Iterator[tuple[Fact, Mapping[int, float]]]:
     """Every rank's norm of its gradients as backward left them, or of those of the ranks of an axis: (fact, norms).
 
-    If these are the norms of what the ranks returned (`own`), no sum followed backward that a norm could miss.
+    Norms that are those of what the ranks returned (`own`) are left out: then no sum followed that a norm could miss.
     """
     for squares in zip(*(one.tolist() for one in evidence.search.unsummed), strict=False):
         alone = {rank: math.sqrt(square) for rank, square in enumerate(squares)}
@@ -112,7 +112,7 @@ def _counted_otherwise(
         for axis, size in by_size({**axes, **world}):
             alike = {"what": what, "axis": axis, "size": size}
             often = state_fact("counted_often", **alike, one=what.startswith("grad/"))
-            yield often, math.sqrt(total + (size - 1) * square)  # or as many uses
+            yield often, math.sqrt(total + (size - 1) * square)  # as for a tensor with `size` uses
             yield state_fact("counted_one_of", **alike), math.sqrt(max(total + (1 / size - 1) * square, 0.0))
         if len(names) < len(squares):
             yield state_fact("left_out_of_norm", what=what), math.sqrt(max(total - square, 0.0))
@@ -124,8 +124,8 @@ def _counted_otherwise(
 
 
 def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Groups of gradients that code may count alike, in words: by the ranks that hold them, one by one, by name, by
-    dims.
+    """Groups of gradients that code may treat alike, described in words: by the ranks that hold them, single ones, by
+    name, by dims.
     """
     whole = {name for name in names if held_whole(evidence.run, name)}
     groups = {
@@ -157,7 +157,7 @@ def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, 
 
 
 def _same_part(run: RecordedRun, name: str, ranks: Sequence[int]) -> bool:
-    """Whether those of these ranks that hold a tensor hold the same part of it."""
+    """Whether all of these ranks that hold a tensor hold the same part of it."""
     blocks = blocks_of(run, name)
     return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1
 

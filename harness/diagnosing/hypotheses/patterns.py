@@ -1,8 +1,8 @@
-"""Patterns in wrong numbers: right ones in wrong places, those of another step, zeros, rounded ones.
+"""Patterns in wrong numbers: right numbers in wrong places, numbers of another step, zeros, rounded numbers.
 
-Every pattern is tested on the numbers and none is guessed from names; a tensor that fits none gets no cause. Tensors
-are full ones of equal shape; `axes` are the mesh axes that split something, name -> size. The patterns are those of
-real bugs: rows in another order, collectives on flat memory, a neighbour's shard. Factors are those of `factors`.
+Every pattern is tested on the numbers and none is guessed from names; a tensor that fits none gets no cause. Value and
+truth are full tensors of equal shape; `axes` are the mesh axes that split something, name -> size. The patterns are
+those of real bugs: rows in another order, collectives on flat memory, a neighbour's shard. Factors: see `factors`.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Ro
 from shardproof.harness.verdicts.facts import state_fact
 
 CLOSE = 1e-2
-"""These patterns take a tensor for right within this share of itself."""
+"""A tensor is taken for right if it differs from the truth by less than this share."""
 _COUNTED = 20
 """A single whole number below this proves nothing."""
 MOST_ROWS = 4096
@@ -52,9 +52,7 @@ def from_patterns(
 
 
 def is_count(x: Tensor, t: Tensor) -> bool:
-    """Whether these are small whole numbers, of steps or of ranks: such numbers equal others, or multiples of them, by
-    chance.
-    """
+    """Whether these are small whole numbers, of steps or of ranks, which equal multiples of others by chance."""
     both = torch.stack([x.flatten(), t.flatten()])
     return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
 
@@ -90,7 +88,7 @@ def _guess_moved_parts(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: 
 
 
 def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Every size with its axes in words, since parts of one size do not show which axis made them."""
+    """Every size with its axes in words: if several axes have one size, parts do not show which axis made them."""
     for size in dict.fromkeys(axes.values()):
         yield " or ".join(axis for axis in axes if axes[axis] == size), size
 
@@ -118,10 +116,9 @@ def _guess_transposed_dims(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
 
 
 def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
-    """Parts along an inner dim that lie end to end in memory instead of side by side: in the order of a gather or
-    scatter.
+    """Parts along an inner dim that lie end to end in memory instead of side by side, as gather or scatter leave them.
 
-    Data ranks are stacked along dim 0, and each has a memory of its own.
+    If the data ranks are stacked along dim 0, each of them has a memory of its own.
     """
     stacks = [stack for stack in dict.fromkeys((1, axes.get("dp", 1))) if t.dim() and t.shape[0] % stack == 0]
     for dim in range(1, t.dim()):
@@ -140,7 +137,7 @@ def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
 def _guess_parts_apart(x: Tensor, t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
     """Rows or columns in the right order with zeros between them, so that the last ones are lost.
 
-    Parts look like this if they were padded to one width and joined with their padding.
+    This is the result if parts are padded to one width and then joined with their padding.
     """
     for dim in range(t.dim()):
         mine, theirs = (y.movedim(dim, 0).reshape(t.shape[dim], -1) for y in (x, t))
@@ -158,9 +155,9 @@ def _guess_parts_apart(x: Tensor, t: Tensor, is_guess: _Guess) -> Iterator[Cause
 
 
 def _find_order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
-    """For each place along `dim`, the block of the truth that stands there, in blocks of `width`; each is used once.
+    """For each place along `dim`, in blocks of `width`, the block of the truth that stands there; each is used once.
 
-    None if that would mean nothing: most blocks are like others.
+    None if most blocks of the truth are equal to others, since an order would mean nothing.
     """
     count = t.shape[dim] // width
     mine, theirs = (y.movedim(dim, 0).reshape(count, -1) for y in (x, t))
@@ -179,7 +176,7 @@ def _reorder_blocks(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
 
 
 def guess_rounded_numbers(value: Tensor, truth: Tensor, name: str = "") -> list[Cause]:
-    """Whether all numbers of a wrong tensor, unlike the truth's, fit a shorter dtype and are near the right ones."""
+    """Whether all numbers of a wrong tensor fit a shorter dtype and are near the right ones, which do not fit it."""
     for short in (torch.float32, torch.bfloat16, torch.float16):
         fact = state_fact("rounded", dtype=str(short).removeprefix("torch."))
         if causes := claim_cause("shorter_dtype", fact, Rounded(value=value, truth=truth, short=short, names=(name,))):

@@ -1,6 +1,6 @@
-"""Replicas that differ although ranks must hold the same: terms of a sum or mean that was never taken.
+"""Replicas that differ although ranks must hold the same tensor.
 
-Otherwise some of them are not finite, or all are right except for their last bits.
+Either each holds a term of a sum or mean that was never taken, or some are not finite, or all differ in last bits only.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from shardproof.harness.verdicts.facts import state_fact
 LITTLE = 1e-9
 """A tensor below this share of the largest of its kind is rounding, and shows no cause."""
 _NEAR = 1e-6
-"""The sum or mean of a few numbers is the truth within this share; that of more numbers within their rounding."""
+"""With few numbers, their sum or mean must be the truth within this share; with more, within their rounding."""
 
 
 def from_replicas(failure: Failure) -> list[Cause]:
@@ -48,8 +48,7 @@ def from_replicas(failure: Failure) -> list[Cause]:
 
 
 def never_reduced(blocks: Mapping[int, Sequence[Block]], truth: Tensor, axes: Axes, name: str = "") -> list[Cause]:
-    """Whether, in every group of an axis, the ranks' values of an element add up to its truth, or have it as their
-    mean.
+    """Whether the ranks' values of an element add up to its truth, or average to it, in every group of an axis.
 
     The axes are tried one by one, then all ranks together.
     """

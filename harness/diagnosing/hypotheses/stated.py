@@ -29,8 +29,7 @@ def first_stated(failure: Failure) -> str:
 
 
 def of_checks(failure: Failure) -> list[Cause]:
-    """The cause of the first failed check that is one by itself. For a layout, this is a part that stands for the
-    whole.
+    """The cause of the first failed check that is a cause by itself, or for a layout a part returned as the whole.
 
     A check that names tensors states no cause if another tensor is wrong before them.
     """
@@ -62,7 +61,7 @@ def _part_as_whole(failure: Failure) -> list[Cause]:
 
 
 def guess_usual_causes(failure: Failure) -> list[Cause]:
-    """The statement of the first failed check among these; that of overlap only if no number is wrong."""
+    """The statement of the first failed check of _USUAL; that of overlap only if no number is wrong."""
     failed = [check for check in _select_failed_checks(failure, _USUAL) if check != "overlap" or not failure.numbers]
     return [report_cause("stated", state_fact(_USUAL[check]), failure.findings[check]) for check in failed[:1]]
 
@@ -73,7 +72,7 @@ def _select_failed_checks(failure: Failure, checks: Collection[str]) -> list[str
 
 
 def rounded_on_ranks(failure: Failure) -> list[Cause]:
-    """Rounding to a lower precision that one rank alone does not do."""
+    """Rounding to a lower precision that happens on several ranks, and not on one rank alone."""
     lower = failure.evidence.search.low_precision_op
     fact = state_fact("rounded_on_ranks", lower=lower, dtype=failure.evidence.run.case.dtype)
     return [report_cause("shorter_dtype", fact, lower)] if lower else []

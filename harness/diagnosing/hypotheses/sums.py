@@ -1,6 +1,6 @@
 """Wrong sums: gradients, losses and counts of tokens in which micro-batches or data ranks have wrong weights.
 
-A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`). Weights of
+A gradient is fitted by the dense model's gradients of each micro-batch of each data rank (`Search.shares`). Weights of
 1 everywhere are right; others show the mistake. A fit that leaves an error shows nothing.
 """
 
@@ -26,13 +26,13 @@ LEFT = 1e-2
 MOST = 4096
 """The number of elements of one tensor that a fit uses."""
 _FOR_EACH = 8
-"""The least number of elements for each fitted weight, so that none fits by chance."""
+"""The fewest elements for each fitted weight, so that no weights fit by chance."""
 
 
 def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> list[Cause]:
-    """Which micro-batches or data ranks the wrong gradients weigh wrongly.
+    """Which micro-batches or data ranks have wrong weights in the wrong gradients.
 
-    `before`: a wrong gradient of an activation that comes before them, and may be explained too.
+    `before`: a wrong gradient of an activation that backward computes earlier. If it fits, it is explained as well.
     """
     names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.search.shares]
     if not names or evidence.search.shares["tokens"].numel() == 1:
@@ -53,7 +53,7 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
 
 
 def _of_activation(evidence: Evidence, weights: Tensor, name: str) -> list[Explained]:
-    """The gradient of an activation that these weights explain; it is that of one micro-batch of every data rank."""
+    """The gradient of an activation, of one micro-batch of every data rank, if these weights explain it; else empty."""
     value, true = evidence.run.tensors.get(name), evidence.truth.tensors.get(name)
     step, micro = evidence.search.observed
     if value is None or true is None or kind_of(name) != "act_grad" or not true.dim():
@@ -109,9 +109,9 @@ Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
 
 
 def _fit_weights(truth: Truth, search: Search, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
-    """Weights [dp, micro] for which the sum of the shares is these values, and the proof; None when none fit.
+    """Weights [dp, micro] with which the shares add up to these values, and the proof; None if no weights do.
 
-    Equal weights are preferred: if shares are linearly dependent, other weights would be some of many.
+    Equal weights are preferred. Others are tried only if the shares are linearly independent, and so determine them.
     """
     grid = search.shares["tokens"].shape
     rows, values, truths = [], [], []
@@ -141,7 +141,7 @@ def _are_alike(values: Tensor, near: float = CLOSE) -> bool:
 
 
 def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]:
-    """Causes of weights [dp, micro] other than 1; empty when all are alike, since that is a factor."""
+    """Causes of weights [dp, micro] other than 1. Empty if all weights are alike, since that is a factor."""
     if _are_alike(weights.flatten()):
         return []
     missing = weights.abs() < CLOSE
@@ -167,17 +167,16 @@ def _by_own_tokens(weights: Tensor, tokens: Tensor) -> bool:
 
 
 def _guess_sums(failure: Failure) -> list[Cause]:
-    """Causes in the sums of the wrong gradients; if ranks disagree on the first wrong one, in all sums first."""
+    """Causes in the sums of the wrong gradients; before that in all sums, if ranks disagree on the first wrong one."""
     evidence, wrong = failure.evidence, failure.of_kind("grad")
     every = [name for name in evidence.truth.tensors if kind_of(name) == "grad"] if failure.torn else []
     return from_shares(evidence, every) or from_shares(evidence, wrong, failure.first)
 
 
 def from_own_gradients(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """The axis over which gradients, as backward leaves them, get equal weights though the truth weighs them
-    differently.
+    """The axis over which gradients, as backward leaves them, get equal weights although the truth weighs them.
 
-    The weights are the same in all gradients that are a mean of ranks, and they explain the truth of all of these.
+    The weights must be the same in all gradients that are a mean of ranks, and explain the truth of all of them.
     """
     names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.run.tensors]
     for axis, lists in evidence.claims.axes.items():
@@ -205,7 +204,7 @@ def _mean_of_ranks(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """A gradient that is a mean over the ranks of an axis: its values, the truth's, and each rank's own.
 
-    None if it is no mean of what is known as theirs: parameters that begin alike are taken for each other.
+    None if it is no mean of what is known as their gradients. These may be of a parameter with the same first values.
     """
     parts = [found for ranks in lists if (found := _own_parts(evidence, name, ranks))]
     if len(parts) < len(lists):
@@ -219,7 +218,7 @@ def _mean_of_ranks(
 def _own_parts(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor] | None:
     """For the part of a gradient that these ranks hold: its values, the truth's, and each rank's own before any sum.
 
-    None if they hold different parts, or if nothing is known of one of them.
+    None if they hold different parts, or if the gradient of one of them is not known.
     """
     given, parameter = evidence.search.before_sums, name.removeprefix("grad/")
     held = [part for rank in ranks if rank < len(given) and (part := given[rank].get(parameter)) is not None]
@@ -234,7 +233,7 @@ def _own_parts(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[Ten
 
 
 def _share_of(value: Tensor, total: Tensor) -> float:
-    """The number by which a sum is nearest to a value."""
+    """The number times which a sum is nearest to a value."""
     return float(value @ total) / max(float(total @ total), 1e-300)
 
 

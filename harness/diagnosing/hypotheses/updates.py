@@ -1,10 +1,11 @@
-"""Wrong steps of an optimizer: not taken, with old or scaled gradients, or made of another sum of its tensors.
+"""Wrong steps of an optimizer: not taken, made with old or scaled gradients, or with another tensor mixed in.
 
 All wrong states of the first wrong step are examined together. If moments are wrong, nothing is said of the updates
-made from them. A wrong moment or update is fitted by the right one and another tensor: the moment before, the
-parameters, or the update before. With gradients times f, a moment is f times the right one and b (1 - f) times the one
-before, where b is the share that it keeps; the mean of squares has f squared. Elements that Adam may have made from
-rounding (`Evidence.slack`) are left out. Source: Kingma & Ba 2015; Loshchilov & Hutter 2019.
+made from them. A wrong moment or update is fitted as a sum of the right one and another tensor: the moment before, the
+parameters, or the update before. If gradients are f times too large, the moment is f times the right one plus b (1 - f)
+times the one before, where b is the share of it that the optimizer keeps; the mean of squares has f squared. Elements
+that Adam may have made from rounding (`Controls.adam_bound`) are left out. Source: Kingma & Ba 2015; Loshchilov &
+Hutter 2019.
 """
 
 import math
@@ -25,7 +26,7 @@ from shardproof.harness.diagnosing.hypotheses.factors import meaning_of
 from shardproof.harness.verdicts.facts import state_fact
 
 NEAR = 1e-4
-"""The weights of a fit are equal within this, and a fit leaves less than this share of the error."""
+"""The weights of a fit are compared within this, and a fit leaves less than this share of the error."""
 LEFT = 1e-2
 """The share of a step's error that its cause may leave."""
 LOOSE = 1e-6
@@ -39,8 +40,8 @@ _MOMENTS = {"exp_avg": "mean of gradients", "exp_avg_sq": "mean of squared gradi
 class Moved:
     """All wrong tensors of a kind after one step, flat and end to end in float64.
 
-    `states` are their names, `before` the values before the step. `beside` has other tensors of the same elements, if
-    all are known: the parameters before this step ("parameter"), and their last movement ("last").
+    `states` are their names, `before` the values before the step. `beside` has two more tensors for the same elements,
+    if known for all: the parameters before this step ("parameter"), and how they last moved ("last").
     """
 
     states: tuple[str, ...]
@@ -72,7 +73,7 @@ def of_kind(run: RecordedRun, wrong: Sequence[str], kind: str, step: int) -> Ite
 
 
 def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Tensor | None:
-    """The full state of a parameter before this step: moments begin as zeros. None when it is not known."""
+    """The full state of a parameter before this step, where moments begin as zeros. None when it is not known."""
     if step:
         return evidence.run.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
     start = evidence.search.shares.get(f"start/{parameter}", evidence.truth.initial.get(parameter))
@@ -126,7 +127,7 @@ def fit_linear(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, floa
 
 
 def _first_wrong_step(failure: Failure) -> int:
-    """The first step with a wrong state or norm; for parameters, the last one."""
+    """The first step with a wrong state or norm. If the first wrong tensor is `param/`, that is the last step."""
     if failure.kind != LATER and kind_of(failure.first) == "param":
         return failure.evidence.run.case.steps - 1
     return max(step_of(failure.first), 0)
@@ -151,9 +152,7 @@ def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> floa
 
 
 def _guess_moments(failure: Failure) -> list[Cause]:
-    """Causes of wrong moments: gradients times one number, or another sum of the right moments and
-    of earlier tensors.
-    """
+    """Causes of wrong moments: gradients times one number, or earlier tensors mixed into the right moments."""
     step, evidence, wrong = _first_wrong_step(failure), failure.evidence, failure.numbers
     states = {kind: state for kind in _MOMENTS if (state := _find_wrong_states(failure, kind))}
     proofs, moments = list[Explained](), list[tuple[str, float, float]]()
@@ -188,7 +187,7 @@ def _explain_state(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fi
 
 
 def _guess_updates(failure: Failure) -> list[Cause]:
-    """Causes of wrong updates: times one number, or with a share of the parameters or of the updates before."""
+    """Causes of wrong updates: updates times one number, or a share of the parameters or earlier updates added."""
     step, state = _first_wrong_step(failure), _find_wrong_states(failure, "param")
     if state is None or any(_find_wrong_states(failure, kind) for kind in _MOMENTS):
         return []
@@ -209,7 +208,7 @@ def _guess_updates(failure: Failure) -> list[Cause]:
 
 
 def _right_norm(failure: Failure) -> bool:
-    """Whether the norm of the step's gradients was returned and is right: then they include none of another step."""
+    """Whether the norm of the step's gradients was returned and is right: then no gradient of another step is in it."""
     norm = f"grad_norm/{_first_wrong_step(failure)}"
     return norm in failure.evidence.run.tensors and norm not in failure.wrong
 
@@ -233,9 +232,7 @@ def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
 
 
 def _not_taken(failure: Failure) -> list[Cause]:
-    """Wrong parameters, or some of their values, that keep their value from before the step, or
-    before the first one.
-    """
+    """Whether wrong parameters, or some of their values, are those from before the step, or before the first step."""
     evidence, step = failure.evidence, _first_wrong_step(failure)
     kind = "value" if kind_of(failure.first) == "value_after" else "param"
     names = list(of_kind(evidence.run, failure.numbers, kind, step))
@@ -280,9 +277,10 @@ def _still_on_ranks(run: RecordedRun, truth: Truth, befores: Mapping[str, Tensor
 
 
 def _not_zeroed(failure: Failure) -> list[Cause]:
-    """A later step that still includes the first one's gradient, in its moments or otherwise in its parameters.
+    """A later step that still includes the first step's gradient, in its moments or otherwise in its parameters.
 
-    The factor of each parameter depends on the sums over ranks that the old gradient went through again.
+    Each parameter has a factor of its own, since the old gradient went once more through that parameter's sums over
+    ranks.
     """
     evidence = failure.evidence
     step = _first_wrong_step(failure) if failure.kind != LATER else evidence.run.case.steps - 1

@@ -2,11 +2,12 @@
 
 All layouts that the shapes allow are tried. Along every mesh axis the tensor may be replicated, sharded along a dim in
 rank order (also unevenly), sharded in zigzag along the sequence (rank i of p holds the pieces i and 2p-1-i), or a
-partial sum. Several axes may shard it, also along the same dim. The calls of several micro-batches are rows, as those
-of several ranks are. Sequence and batch may be transposed, and heads or rows may be flattened. Partial sums must differ
-between ranks, since equal ones are replicas with a wrong factor. A tensor whose elements are all equal shows nothing.
+partial sum. Several axes may shard it, also along the same dim. The calls of several micro-batches are joined as rows,
+like the parts of several ranks. Sequence and batch may be transposed, and heads or rows may be flattened. Partial sums
+must differ between ranks, since equal ones are replicas with a wrong factor. A tensor whose elements are all equal
+shows nothing.
 
-Which layout is meant is unknown. So agreement is no verdict: a wrong tensor may agree under a layout that is not meant.
+Which layout the program means is unknown. So agreement is no verdict: a wrong tensor may agree under another layout.
 """
 
 import itertools
@@ -33,18 +34,18 @@ AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
 """`unknown`: no layout has these shapes, or the tensor shows nothing."""
 _MOST_SHOWN = 6
 _SAME = 1e-6
-"""Partial sums that are closer to each other than this are equal."""
+"""Partial sums whose relative difference is less than this are equal."""
 
 Parts = dict[Coordinate, Tensor]
 Factors = Mapping[tuple[int, int], float]
-"""(rank, call) -> the factor by which its gradients are too large."""
+"""(rank, call) -> the factor by which the gradients of that call are too large."""
 Basis = Mapping[str, Mapping[int, int]]
-"""Axis -> rank -> its coordinate, such that every rank has a place of its own."""
+"""Axis -> rank -> its coordinate; no two ranks have the same coordinates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrueTensor:
-    """The truth's tensor, one for each call, the same of control runs, and the rms of its kind of tensor."""
+    """The truth's tensor in each call, the same tensor in control runs, and the rms of its kind of tensor."""
 
     calls: tuple[Tensor, ...]
     dtype: str
@@ -58,7 +59,7 @@ class TrueTensor:
         return one is not None and bool(torch.isfinite(one)) and any(bool((call != one).any()) for call in numbers)
 
     def call(self, number: int) -> "TrueTensor":
-        """Tensors of one call alone."""
+        """The tensor in one call."""
         controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
         return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
@@ -81,7 +82,7 @@ class TrueTensor:
         return TrueTensor(calls=runs[0], controls=tuple(runs[1:]), dtype=self.dtype, kind=self.kind)
 
     def near(self, value: Tensor) -> bool:
-        """Whether a tensor equals the only call, within the limits of the checks."""
+        """Whether a tensor equals the tensor of the only call, within the limits of the checks."""
         (truth,) = self.calls
         controls = [run[0] for run in self.controls if run[0].shape == truth.shape]
         return measure("", value, truth, dtype=self.dtype, controls=controls, kind=self.kind).right
@@ -96,8 +97,8 @@ def _shape_without(tensor: Tensor, dim: int) -> tuple[int, ...]:
 class Fit:
     """The layout under which the ranks' tensors are the truth's, in words; `summed` is the axis of partial sums or "".
 
-    `factors` are found on request (`scaled`). `shown`: for a tensor that differs, the tensor under each layout without
-    partial sums, and the truth's.
+    `factors` are found on request (`scaled`). If the tensor differs, `shown` has (the ranks' tensor, the truth's) for
+    each layout without partial sums.
     """
 
     state: str
@@ -117,7 +118,7 @@ def fit_parts(
 ) -> Fit:
     """Whether these tensors (rank -> one for each call) are the target under some layout.
 
-    With `scaled` every rank and call may have a factor of its own. By `factors` they are divided first.
+    With `scaled` every rank and call may have a factor of its own. The tensors are divided by `factors` first.
     """
     if not target.shows() or not parts or len({len(calls) for calls in parts.values()}) != 1:
         return Fit(state=UNKNOWN)
@@ -144,7 +145,7 @@ def fit_parts(
 
 
 def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: Basis, scaled: bool) -> Fit:
-    """The fit of ranks by their coordinates on these axes."""
+    """The fit of the tensors, placed by the coordinates of their ranks on these axes."""
     names, state, shown = (*basis, CALLS), UNKNOWN, list[tuple[Tensor, Tensor]]()
     places = {
         (*(basis[axis][rank] for axis in basis), number): (rank, number)
@@ -160,7 +161,7 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
         for view in _views_of_local(next(iter(given.values()))[0], target.calls[0]):
             try:
                 parts = {place: view(given[rank][number]) for place, (rank, number) in places.items()}
-            except (RuntimeError, IndexError):  # a part whose shape does not allow this view
+            except (RuntimeError, IndexError):  # the shape of a part does not allow this view
                 continue
             shapes = {place: tuple(part.shape) for place, part in parts.items()}
             for plan in list_plans(names, len(wanted), rows):

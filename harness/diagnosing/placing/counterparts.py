@@ -11,8 +11,8 @@ from shardproof.harness.recording.capturing.module_calls import TensorCopy
 
 
 def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
-    """Paths of the truth -> those of the ranks: equal ones, then those that have the longest common
-    end on both sides.
+    """Paths of the truth -> paths of the ranks. Equal paths are paired first, then paths of which each has the longest
+    common end with the other.
     """
     pairs = {path: path for path in theirs if path in set(mine)}
     left, right = [p for p in theirs if p not in pairs], [p for p in mine if p not in pairs]
@@ -42,7 +42,7 @@ def as_plain_tensors(tensors: Sequence[TensorCopy]) -> list[Tensor]:
 
 
 def as_declared(by_rank: Mapping[int, Sequence[TensorCopy]]) -> dict[int, list[Tensor]] | None:
-    """Every rank's tensors, a DTensor as the full one of its mesh; None if ranks do not hold what they declare."""
+    """Every rank's tensors, each DTensor as the full one; None if ranks do not hold what their DTensors declare."""
     parts: dict[int, list[Tensor]] = {}
     for rank, calls in by_rank.items():
         parts[rank] = []

@@ -1,12 +1,12 @@
 """The first module that computes something else than the truth, found without any declared layout.
 
-Modules of truth and ranks are matched by name: equal paths, then the only longest common end ("model.layers.0.mlp" is
+Modules of truth and ranks are matched by name: by equal paths, or by the longest common end ("model.layers.0.mlp" is
 "layers.0.mlp"). Modules without a counterpart are left out. A module agrees if its tensors are the truth's under some
-layout (`placing.alignments`). In forward, the first module whose output agrees under no layout is found. If its input
-agrees it is the place, else the code of the module around it. In backward, the last module is found whose output has a
-gradient that agrees under no layout, and the place is the user of that output. Partial sums that are not added up
-before the first wrong module are the place themselves. A module is left out if one around it agrees, since nothing went
-wrong there.
+layout (`placing.alignments`). In forward, the search finds the first module whose output agrees under no layout. If its
+input agrees, that module is the place, else the code of the module around it. In backward, it finds the last module
+whose output has a gradient that agrees under no layout; the place is the module that uses this output. Partial sums
+before the first wrong module are the place themselves if nothing adds them up. A module is left out if a module around
+it agrees, since then nothing went wrong inside.
 
 This is a place and never a verdict, since it is looked for only if checks have failed.
 """
@@ -39,7 +39,7 @@ from shardproof.harness.recording.capturing.module_calls import ModuleCalls, Ten
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 _NO_FIT = Fit(state=UNKNOWN)
 _Tensors = Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]
-"""The calls of a program's modules -> some of their tensors, by path."""
+"""A function from the calls of a program's modules to some of their tensors, by path."""
 _UNLIKE = "is not the dense model's, however its parts are put together"
 _OUTPUTS, _GRADIENTS, _INPUT_GRADIENTS = map(attrgetter, ("outputs", "gradients", "input_gradients"))
 
@@ -50,8 +50,8 @@ def _first_inputs(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The modules of all ranks and of the truth, in the same call of the case. `controls` are runs of the truth in the
-    case's dtype; `first_call`: the truth's tensors are those of the first call alone.
+    """The modules of all ranks and of the truth. `controls` are runs of the truth in the case's dtype. With
+    `first_call` the truth has the tensors of its first call alone.
     """
 
     ranks: Sequence[ModuleCalls]
@@ -64,13 +64,13 @@ class Watched:
 
 
 def locate_wrong_module(watched: Watched, *, forward: bool, backward: bool) -> Located | None:
-    """The first wrong module of forward if something in it is wrong, else of backward; None if all agree."""
+    """The first wrong module of forward if `forward`, else of backward if `backward`; None if all agree."""
     search = _Search(watched)
     return search.forward() if forward else search.backward() if backward else None
 
 
 class _Search:
-    """A search. It remembers comparisons, because several places need the same ones."""
+    """A search through the modules of one run."""
 
     def __init__(self, watched: Watched) -> None:
         self._of = watched
@@ -100,7 +100,7 @@ class _Search:
         if module != wrong:
             shown = given.shown
             words = f"what it gives to {self._names[wrong]} {_UNLIKE}"
-        if not module and wrong == self._order[0]:  # nothing was computed before it: the data
+        if not module and wrong == self._order[0]:  # it comes first, so the data are wrong
             module, words = wrong, f"what it is given {_UNLIKE}"
         return Located(phase="forward", module=self._own(module), words=words, shown=shown)
 
@@ -126,9 +126,9 @@ class _Search:
         return self._names.get(path, path)
 
     def _after(self, path: str, fits: Mapping[str, Fit], phase: str) -> Iterator[Fit]:
-        """The tensors that follow a module's tensor: in forward the outputs of the modules around it, inner ones first.
+        """What follows a module's tensor: in forward the outputs of the modules around it, inner modules first.
 
-        In backward they are the gradients that leave it and them.
+        In backward, the gradient that leaves the module if its own differs, and those that leave the modules around it.
         """
         if phase == "backward" and fits[path].state == DIFFERS:
             yield self._given_back(path)
@@ -140,9 +140,7 @@ class _Search:
                 yield fits[self._order[inside - 1]] if inside else _NO_FIT
 
     def _first_wrong(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str) -> str | None:
-        """The first of these that differs. If all is right again after a module, it has another layout and is not
-        wrong.
-        """
+        """The first of these that differs. If what follows agrees, the module has another layout and is not wrong."""
         for path in order:
             if fits[path].state != DIFFERS or any(fit.state == AGREES for fit in self._after(path, fits, phase)):
                 continue
@@ -151,17 +149,17 @@ class _Search:
         return None
 
     def _lies_otherwise(self, path: str) -> bool:
-        """Whether an output agrees under no layout where forward is right: then its gradient shows nothing either.
+        """Whether an output differs although forward is right: in an unknown layout its gradient shows nothing either.
 
-        A table of positions, say, returns one row for all samples, and nothing tells it from rows of samples.
+        A table of positions, for example, returns one row for all samples, which looks like rows of samples.
         """
         target = self._targets(_OUTPUTS).get(path)
         return target is not None and self._fit(path, target, _OUTPUTS).state == DIFFERS
 
     def _left_in_parts(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str, wrong: str | None) -> list[str]:
-        """The last modules in a row, before the first wrong one, that are partial sums and stay so.
+        """The modules in a row, before the first wrong one, whose tensors are partial sums that nothing adds up.
 
-        Without a wrong one they must be the last of all, whose sums the loss may take.
+        If no module is wrong, these must be the last of all modules, and the loss may add up their sums.
         """
         parts: list[str] = []
         for path in reversed(order[: order.index(wrong)] if wrong else order):
@@ -182,9 +180,9 @@ class _Search:
         return [] if added and not (wrong and self._stay_apart(parts, fits, wrong, phase)) else parts
 
     def _stay_apart(self, parts: Sequence[str], fits: Mapping[str, Fit], wrong: str, phase: str) -> bool:
-        """Whether the wrong tensor after these partial sums has each rank's own part and a tensor that bypasses them.
+        """Whether the wrong tensor after these partial sums is each rank's own part plus a tensor that bypasses them.
 
-        Every rank has that tensor whole, as the residual stream is, so the sum over ranks has it once for each rank.
+        Every rank has the bypassing tensor whole, like a residual stream, so the sum over ranks has it once per rank.
         """
         of, order = (_first_inputs, self._order) if phase == "forward" else (_GRADIENTS, [*reversed(self._order)])
         target, around = self._targets(of).get(wrong), self._targets(_OUTPUTS if phase == "forward" else _GRADIENTS)
@@ -197,7 +195,7 @@ class _Search:
         return any(fit.summed == fits[parts[-1]].summed for fit in found)
 
     def _outside(self, path: str) -> Iterator[str]:
-        """The modules around this one, inner ones first, as far as they have a counterpart."""
+        """The modules around this one that have a counterpart, inner modules first."""
         while path := path.rpartition(".")[0]:
             if path in self._names:
                 yield path
@@ -208,9 +206,9 @@ class _Search:
     def _user(self, module: str) -> str:
         """The module whose backward computes the gradient of the output of `module`.
 
-        That is the next module in the same parent, or else the next one at all. Code between two blocks (a residual
-        sum), or between two linear maps, belongs to their parent. A block that begins with a norm uses its input beside
-        that norm too.
+        It is the next module in the same parent, or else the next one at all. Code between two blocks (a residual sum),
+        or between two linear maps, belongs to their parent. The input of a block that begins with a norm is used by the
+        block, which needs it beside the norm too.
         """
         order = list(self._of.truth.outputs)
         later = order[order.index(module) + 1 :]
@@ -234,8 +232,8 @@ class _Search:
     def _gradients(self, order: Sequence[str]) -> dict[str, Fit]:
         """The fits of gradients.
 
-        The first that agrees up to a factor for every rank and call shows how the subject scales its loss. The scale is
-        no fault of a module: a wrong loss is judged by itself.
+        The factors of the first gradient that agrees up to one factor for each rank and call show how the subject
+        scales its loss. That scale is no fault of a module: a wrong loss is judged by itself.
         """
         targets, factors = self._targets(_GRADIENTS), self._factors
         fits = dict.fromkeys(order, _NO_FIT)
@@ -257,7 +255,7 @@ class _Search:
         own, state = self._names[path], UNKNOWN
         mine = [rank.inputs[own] for rank in self._of.ranks if own in rank.inputs]
         counts = {len(call) for calls in (self._of.truth.inputs.get(path, ()), *mine) for call in calls}
-        # If its arguments are not those of the truth, only the first, the hidden states, is surely the same.
+        # If a module does not get as many tensors as in the truth, only the first one, the hidden states, is compared.
         for number in range(max(counts, default=0) if len(counts) == 1 else min(1, min(counts, default=0))):
 
             def of(calls: ModuleCalls, number: int = number) -> dict[str, list[TensorCopy]]:
@@ -304,7 +302,7 @@ class _Search:
             return Fit(state=DIFFERS)
         fitted = fit_parts(parts, target, axes, scaled=scaled, factors=factors)
         for stage in stages_of_ranks(parts, axes) if fitted.state == DIFFERS else ():
-            # Stages of a pipeline number their layers from 0: one of them has the truth's numbers.
+            # Each stage of a pipeline may number its layers from 0, so the truth's layer is on one of the stages.
             of_stage = fit_parts(stage, target, axes, scaled=scaled, factors=factors)
             fitted = of_stage if of_stage.state == AGREES else fitted
         return fitted

@@ -1,6 +1,6 @@
 """Every way in which the tensors of several ranks may be parts of one, and how to join the parts.
 
-A part has a place: its coordinates on the axes of a mesh, and the number of its call last.
+A part has a place: the coordinates of its rank on the axes of a mesh, then the number of its call.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """For each axis "whole", "sum", "cut" or "zigzag", and the dim; and the order in which cuts are undone."""
+    """For each axis "whole", "sum", "cut" or "zigzag", and the dim; also the order in which cuts are undone."""
 
     acts: tuple[tuple[str, int], ...]
     order: tuple[int, ...]
@@ -64,7 +64,7 @@ def list_plans(names: tuple[str, ...], dims: int, rows: int | None) -> tuple[Pla
 
 
 def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: tuple[int, ...]) -> bool:
-    """Whether parts of these shapes make up this one. Along one sharded dim the last part may end with padding."""
+    """Whether parts of these shapes make up the wanted one. Along one sharded dim the last part may have padding."""
     if {len(shape) for shape in shapes.values()} != {len(wanted)}:
         return False
     left = dict(shapes)
@@ -87,7 +87,7 @@ def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: 
 
 
 def _join_shapes(parts: Sequence[tuple[int, ...]], act: str, dim: int) -> tuple[int, ...] | None:
-    """The shape of these parts joined along a dim; None if they differ in another one, or cannot be in zigzag."""
+    """The shape of these parts joined along a dim; None if other dims differ, or if they cannot be in zigzag."""
     if len({(*part[:dim], *part[dim + 1 :]) for part in parts}) > 1:
         return None
     sizes = [part[dim] for part in parts]

@@ -37,8 +37,8 @@ _OURS = (
 
 _HARNESS = _OURS[1]
 _COMPUTES = 600
-"""The most bytes of code in the forward of a Function that is a helper; a longer one computes something (a loss). The
-largest that only communicate have 500.
+"""The most bytes of code in the forward of a Function that only communicates, of which the largest known have 500. A
+longer forward computes something (a loss).
 """
 _STARTS = {module.__file__, graph.__file__}  # call modules, and hooks of backward
 _HANDED: dict[tuple[str, int], bool] = {}  # (file, first line) of a function -> whether it received a tensor

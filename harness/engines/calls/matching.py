@@ -39,7 +39,7 @@ from shardproof.harness.errors import name_ranks, ranks_text
 Channel = tuple[str, tuple[int, ...], str]
 """Calls counted together: a group's name, its ranks, and "" for collectives or "send 3", "recv 0" for messages."""
 _MOST = 8
-"""Values that are listed one by one."""
+"""How many values a sentence lists one by one."""
 _NOTHING, _NOT_KNOWN = "nothing", "not known"
 
 
@@ -83,7 +83,7 @@ class RankCalls:
     """The known calls of a rank: `calls`: channel -> number -> call; `last`: channel -> number of its last call.
 
     `ended`: "" while it ran, else how it ended. `lost`: it was killed and left no calls. `counted`: its messages are
-    numbered from the begin of the run. `whole`: these are all of its calls, and no rank waits any more.
+    numbered from the beginning of the run. `whole`: these are all of its calls, and no rank waits any more.
     """
 
     rank: int
@@ -175,7 +175,7 @@ def differing_field(one: GroupCall, other: GroupCall) -> str:
     """The first field that ranks must agree in and that differs: of the signature, "member 2", "payload"; or ""."""
     if name := first_difference(one.signature, other.signature):
         return name
-    all_known = NOT_KNOWN not in (one.signature.op, other.signature.op)  # else further members may follow
+    all_known = NOT_KNOWN not in (one.signature.op, other.signature.op)  # else there may be members that are not known
     members = enumerate(zip_longest(one.members, other.members), 1)
     if place := next((n for n, (a, b) in members if (first_difference(a, b) if a and b else all_known)), 0):
         return f"member {place}"
@@ -211,7 +211,7 @@ def _two_kinds(calls: Mapping[int, GroupCall]) -> tuple[int, ...]:
     for rank, call in calls.items():
         kinds.setdefault((call.signature, call.members, call.size_bytes), []).append(rank)
     firsts = [ranks[0] for ranks in sorted(kinds.values(), key=len, reverse=True)] if len(kinds) > 1 else ()
-    pairs: Iterator[tuple[int, ...]] = (  # all of them: a call with unknown fields may agree with two that differ
+    pairs: Iterator[tuple[int, ...]] = (  # all pairs: a call with unknown fields may agree with two that differ
         (usual, odd) for usual in firsts for odd in firsts if differing_field(calls[usual], calls[odd])
     )
     return next(pairs, ())

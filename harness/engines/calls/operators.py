@@ -121,7 +121,7 @@ def make_reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorC
 def _rows_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """all_to_all_single, (output, input, group, output rows, input rows): the rows sent and expected."""
     output, source, _, expects, sends = arguments[:5]
-    same = not sends and not expects and output.numel() == source.numel()  # shares of the numbers, whatever the shapes
+    same = not sends and not expects and output.numel() == source.numel()  # numbers are shared, whatever the shapes
     return tuple(sends) or _split_evenly(source, size), tuple(expects) or _split_evenly(
         source if same else output, size
     )
@@ -138,7 +138,7 @@ def _shapes_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, .
 
 
 def _from_schema(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
-    """A reader of an operator that is not in OPERATORS. Ranks must agree in its name alone, its `form`."""
+    """A reader of an operator that is not in OPERATORS. Ranks must agree only in the operator's name, as its `form`."""
     described = arguments_of(operator)
     places = {argument.name: i for i, argument in enumerate(described)}
     group_at = next(i for i, argument in enumerate(described) if argument.kind == "group")

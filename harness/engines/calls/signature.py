@@ -4,9 +4,9 @@ Payload: numel * element size of the tensors that the contract names, never thei
 recv, reduce: the tensor. all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total
 send. gather: this rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
 
-Arguments of torch's process group methods are checked as far as one rank alone can; what takes two ranks is checked
-when calls are matched. Everything that gloo or NCCL takes is taken. A wrong argument is a WrongArgument in the rank's
-own code, and names the value and the rule, mostly a legal value too.
+Arguments of torch's process group methods are checked here as far as one rank alone can. What takes two ranks is
+checked when calls are matched. Whatever gloo or NCCL accepts is accepted. A wrong argument raises WrongArgument in the
+rank's own code, which names the value and the rule, and mostly a legal value too.
 """
 
 import inspect
@@ -32,10 +32,10 @@ _MOVES = ("all_to_all", "reduce_scatter")
 def needs_gradient(op: str, payload: Sequence[Tensor]) -> bool:
     """Whether a gradient must come back for what a call issued now sends; False for ops that have no such gradient.
 
-    Also False if it is uncertain: for leaves outside of a Function while gradients are off, and for torch's C++
-    Functions. Autograd cannot see a collective, so a program wraps it in a Function to get its gradient. Gradients are
-    off in the forward of a Function, so its inputs decide. A copy of an input counts as the input if all inputs require
-    a gradient.
+    Autograd cannot see a collective, so a program wraps it in a Function to get its gradient. Gradients are off in the
+    forward of a Function, so there its inputs decide. A copy of an input counts as the input if all inputs require a
+    gradient. False also where this is uncertain: outside of a Function for leaves or while gradients are off, and for
+    torch's C++ Functions.
     """
     if op not in _MOVES:
         return False
@@ -165,7 +165,7 @@ def call_of(
 def is_computed(payload: Sequence[Tensor]) -> bool:
     """Whether autograd computed a tensor of a payload: batches, parameters and gradients have no node that made them.
 
-    A clone of one has a node too: functional collectives send clones of what they receive.
+    A clone does not count as computed, since functional collectives send clones of what they are given.
     """
     return any(_without_clones(tensor.grad_fn) is not None for tensor in payload)
 

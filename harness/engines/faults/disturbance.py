@@ -30,7 +30,7 @@ from shardproof.harness.torch_internals.dispatch import hide_from_modes
 
 class CompletedCall(NamedTuple):
     """A call that is complete, by group rank: copies of the operands (outputs as they were before), and the outputs,
-    which hold the right values. Of a message there is the receiver alone.
+    which hold the right values. A message has only its receiver here.
     """
 
     signature: Signature
@@ -40,8 +40,8 @@ class CompletedCall(NamedTuple):
 
 
 def spoil_outputs(what: Fault, done: CompletedCall) -> list[Sequence[Tensor]]:
-    """By group rank, the outputs that a fault of this kind leaves; not for group and stale, which depend on other
-    calls.
+    """By group rank, the outputs that a fault of this kind leaves. Not for the kinds group and stale, which depend on
+    other calls.
     """
     if what.kind in {"drop", "delay"}:
         alone, size = _ALONE.get(done.combine, lambda mine, _member, _size: list(mine.outputs)), len(done.kept)
@@ -140,7 +140,7 @@ _ALONE: dict[Combine, Callable[[Operands, int, int], list[Tensor]]] = {
     ],
     arithmetic.all_to_all_single: _swapped_rows,
 }
-"""For ops not named here, a rank's outputs are what it has alone."""
+"""What a rank's outputs would be without the other ranks. For ops not named here it is what the outputs were before."""
 
 
 class Disturbance(Intervention):

@@ -1,15 +1,15 @@
 """Drawn schedules and stressed buffers: a missing wait, a reused buffer or a dependence on order becomes a failing run.
 
-Runs repeat: which rank runs next and when results arrive is a value, `Schedule`, and the same value gives the same run.
+Runs repeat: a `Schedule` says which rank runs next and when results arrive, and the same schedule gives the same run.
 Under any schedule
 
-    the outputs of an asynchronous call hold poison (NaN, the largest integer) from its issue until its result arrives,
-    which is at its first wait, or, where the schedule has it early, as soon as every rank has called
-    its tensors, inputs and outputs, must not be written between issue and wait: what is found changed at the wait ends
-    the run with rank, call and the lines of both
+    the outputs of an asynchronous call hold poison (NaN, the largest integer) from its issue until its result arrives:
+    at its first wait, or, if the schedule has it early, as soon as every rank has issued the call
+    its tensors, inputs and outputs, must not be written between issue and wait: if one is found changed at the wait,
+    the run ends, and the error names the rank, the call and both lines
 
-Inputs are read at the issue, so a later write never makes a wrong sum but is reported. A result that was never waited
-for stays poison. Ranks interleave where they wait: a rank runs until then.
+Inputs are read when the call is issued, so a later write never makes a wrong sum but is reported. A result that was
+never waited for stays poison. A rank runs until it waits; only then others run.
 """
 
 import itertools
@@ -38,9 +38,9 @@ from shardproof.harness.torch_internals.dispatch import hide_from_modes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`turns`: at each change, the place of the rank that goes on among the ready ranks, ordered by how long they have
-    waited, modulo their number. `early`: for each asynchronous call, whether its result arrives before the wait. After
-    the last entries, the rank that has waited longest goes on, and results arrive in the wait.
+    """`turns`: which rank goes on at each change, by its place among the ready ranks modulo their number; the rank that
+    has waited longest has place 0. `early`: for each asynchronous call, whether its result arrives before the wait.
+    After the last entries, the rank that has waited longest goes on, and results arrive in the wait.
     """
 
     turns: tuple[int, ...] = ()
@@ -179,7 +179,7 @@ def _find_changed_tensor(flight: _Flight) -> str:
     """Which tensor of a call in flight has changed: "output", "input" or ""."""
     with hide_from_modes():
         for i, (tensor, look) in enumerate(zip(flight.tensors, flight.seen, strict=True)):
-            # NaN + 1 has the bits of NaN; for a part of a larger buffer the count of writes proves nothing
+            # NaN + 1 has the bits of NaN, so writes count too, except writes to a part of a larger buffer
             written = version_of(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()
             if written or not same_bits(tensor, look.copy):
                 return "output" if i < len(flight.outputs) else "input"

@@ -94,7 +94,7 @@ class TraceMatcher:
                 self._take(rank, at_s, recorded)
 
     def inside(self, rank: int) -> MatchedCall | None:
-        """The call in which a rank waits as far as it knows, if not every rank has issued it."""
+        """The call in which a rank waits, as far as the rank knows; None if all ranks have issued that call."""
         state, asynchronous = self._state[rank], self._asynchronous[rank]
         if state.waits:
             call = asynchronous[state.waits - 1] if state.waits <= len(asynchronous) else None
@@ -103,7 +103,7 @@ class TraceMatcher:
         return call if call is not None and not call.event.done else None
 
     def find_unwaited(self, places: Sequence[Sequence[int]]) -> tuple[Unwaited, ...]:
-        """The works that were never waited for, given by rank as their places among the asynchronous calls."""
+        """The works that were never waited for. `places` has, by rank, their numbers among its asynchronous calls."""
         calls = [self._asynchronous[rank][place] for rank, mine in enumerate(places) for place in mine]
         return tuple(
             Unwaited(

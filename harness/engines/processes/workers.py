@@ -56,14 +56,14 @@ def process_end(code: int) -> ProcessEnd:
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """On this signal a worker prints the stacks of all its threads."""
 _BURIAL_S = 2.0
-"""How long a busy machine may take to report how a worker ended whose pipe has closed."""
+"""How long a busy machine may take to report the end of a worker whose pipe has closed."""
 _MESSAGE_S = 30.0
 """How long to wait for the rest of a message, or for a message to be received."""
 _SERVER_DIED = 255
 """multiprocessing's exit code of a worker whose fork server has ended."""
 _GONE = ProcessEnd("its process is gone")
 _BEGIN = b"begin"
-"""The driver's first message: it has written all that it will write to the sentinel of a driver."""
+"""The driver's first message: it writes nothing more to the sentinel by which workers see its end."""
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CALLERS = 3
 Key = TypeVar("Key")
@@ -122,7 +122,7 @@ class Worker:
             self.pipe.send_bytes(message)
 
     def end(self, limit_s: float = _BURIAL_S) -> ProcessEnd | None:
-        """How it ended, with what it has started if it leads; None if it has not ended after this time."""
+        """How the worker ended; None if it has not after this time. If it leads, what it has started is killed."""
         self.process.join(limit_s)
         code = self.process.exitcode
         if code is None:
@@ -134,7 +134,7 @@ class Worker:
         return ProcessEnd("its fork server has ended") if is_there else process_end(code)
 
     def kill(self) -> ProcessEnd:
-        """End it, whatever it is doing, and what it has started, if it leads."""
+        """End the worker, whatever it is doing; if it leads, also what it has started."""
         if self._leads:
             self._kill(os.killpg)
         if self.process.exitcode is None:
@@ -142,7 +142,7 @@ class Worker:
         return self.end() or _GONE
 
     def close(self, leave_s: float = 0.0) -> None:
-        """End it, at once or if it has not ended by itself after this time. A second call does nothing."""
+        """End the worker unless it ends by itself within this time. A second call does nothing."""
         self.pipe.close()
         if self.memory >= 0:
             if self.end(leave_s) is None:
@@ -179,7 +179,7 @@ class Worker:
 
 
 def receive(workers: Mapping[Worker, Key], limit_s: float | None) -> Iterator[tuple[Key, bytes | ProcessEnd]]:
-    """Wait until a worker sends something or ends, at most so long; yield what came, by the keys of the workers."""
+    """Wait until a worker sends something or ends, or the time is over. Yield what came, by the keys of the workers."""
     ready = wait([part for worker in workers for part in (worker.pipe, worker.process.sentinel)], limit_s)
     for worker, key in workers.items():
         message: bytes | ProcessEnd | None = None
@@ -237,7 +237,7 @@ def _live(
         status = 0
     except (EOFError, ConnectionError):  # the driver has closed the pipe, and does not need this worker
         status = 0
-    except SystemExit as leaving:  # of what the program has outside of a rank, such as its imports
+    except SystemExit as leaving:  # raised by the program outside of a rank, such as by an import
         status = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:  # a bug of this package must not look like one of the program
         traceback.print_exc()
@@ -245,9 +245,9 @@ def _live(
 
 
 def _end_with_driver() -> None:
-    """Have Linux kill this process, with what it has started if it leads, when its driver is gone.
+    """Have Linux kill this process when its driver is gone, and if it leads, also what it has started.
 
-    Nothing more is written to the sentinel, so a signal of it means its end.
+    The driver writes nothing more to the sentinel, so a signal from the sentinel means the driver's end.
     """
     driver = multiprocessing.parent_process()
     if sys.platform == "linux" and driver is not None:
@@ -257,8 +257,9 @@ def _end_with_driver() -> None:
 
 
 def reopen_output() -> None:
-    """Write from now on, through handlers of loggers too, to files without the locks that a thread of a progress bar
-    may have held when this process was forked.
+    """Replace standard output and error, in handlers of loggers too, by files whose locks nobody holds.
+
+    When this process was forked, a thread of a progress bar may have held the locks of the old ones.
     """
     for name in ("stdout", "stderr"):
         before = getattr(sys, name)

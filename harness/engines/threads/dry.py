@@ -40,7 +40,8 @@ _REFUSED = re.compile(
 )
 """torch's errors if a tensor of the meta device has no data or meets one that has, or if an operator lacks that device.
 
-Its C++ asserts results that works of the fake group do not have, as the reducer of DistributedDataParallel does.
+Assertions in torch's C++ are among them: the reducer of DistributedDataParallel asserts results of works, and works of
+the fake group have none.
 """
 _TORCH = str(Path(torch.__file__).parent)
 _GRACE_S = 5.0
@@ -106,7 +107,7 @@ def _result_of_rank(request: RunRequest, rank: int) -> Any:
 
 
 def _join_thread(thread: RankThread, timeout_s: float) -> bool:
-    """Wait for the rank's end, and no other's.
+    """Wait for the end of the rank's job. Returns whether it came in time.
 
     The limit is of processor time, so that a busy machine causes no time-out. On the clock the rank may take ten times
     as long.

@@ -104,7 +104,7 @@ def rank_positions(scheduler: Scheduler, matcher: CollectiveMatcher, raised: Seq
 
 
 def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:
-    """A rank raised first."""
+    """The root cause if a rank raised first."""
     first = raised[0]
     place = place_raised(first.error.__traceback__)
     text = f"rank {first.rank} of {world_size} raised {error_text(first.error)}" + (f", at {place}" if place else "")
@@ -113,13 +113,13 @@ def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:
 
 
 def raised_alike(raised: Sequence[Raised], world_size: int) -> bool:
-    """Whether all ranks raised one exception at one line: then no state that one left behind caused it."""
+    """Whether all ranks raised the same exception at one line: then no state that a rank left behind caused it."""
     places = {(type(entry.error), place_raised(entry.error.__traceback__)) for entry in raised}
     return len(raised) == world_size and len(places) == 1
 
 
 def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
-    """The time limit was reached while a rank was running, or while the turn changed."""
+    """The root cause if the time limit was reached while a rank was running, or while the turn changed."""
     frames = scheduler.frames()
     running = [rank for rank, status in enumerate(scheduler.statuses) if status is RankStatus.RUNNING]
     looks = {rank: Stillness(scheduler.idents[rank], strictly=True) for rank in running}
@@ -139,14 +139,14 @@ def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
 
 
 def of_guests(scheduler: Scheduler) -> RootCause:
-    """No rank can go on, and threads that ranks started are waiting to make calls for them."""
+    """The root cause if no rank can go on, and threads that ranks started wait to make calls for them."""
     texts = [f"rank {rank} calls {why}" for rank, why in sorted(scheduler.guests.items())]
     rule = "while its own thread waits in another call, and the threads of a rank call one at a time here"
     return RootCause(f"{', '.join(texts)} {rule}; legal: --engine pool", tuple(sorted(scheduler.guests)), UNSERVED)
 
 
 _ALREADY = re.compile(r"already|\btwice\b|more than once|only once", re.IGNORECASE)
-"""The words of an exception on unexpected state, which another rank may have left."""
+"""Words of exceptions about unexpected state, which another rank may have left behind."""
 _NO_CUDA = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA support|a CUDA build|'_cuda_\w+'")
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 
@@ -391,7 +391,7 @@ class _Run:
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
-        """Words that may help; `shared`: another rank may have left the state of which the first one complains."""
+        """A clause that may help. `shared`: another rank may have left the state of which the exception complains."""
         return self._parts.hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> RootCause | None:

@@ -45,10 +45,10 @@ class RankCall:
 
     Group rank `member` of `group`, global rank `rank`, issues the call. `payload` are the tensors whose bytes the
     ledger counts. `peer` (a group rank, or ANY) and `tag` are those of a point-to-point call, whose `operands` have an
-    output or an input alone. `outputs` are the program's tensors that it writes. Set when it is issued: `number` counts
-    the rank's calls in the group, `event` is the state over all ranks, `ticket` the observer's. `origin` is the user's
-    line of an asynchronous call. `waits_when_read`: whether the program gets a result that waits by itself. `waited`:
-    whether a wait has returned.
+    output or an input alone. `outputs` are the program's tensors that it writes. Some fields are set when the call is
+    issued: `number` counts the rank's calls in the group, `event` is the state over all ranks, `ticket` is what the
+    observer returned, `origin` the user's line of an asynchronous call. `waits_when_read`: whether the program gets a
+    result that waits by itself. `waited`: whether a wait has returned.
     """
 
     group: RankGroup
@@ -71,7 +71,7 @@ class RankCall:
 
 
 class _Waited(dist.Work):
-    """A work of which all follows from `wait`, `is_completed` and `result`. A failed call raises in `wait`."""
+    """A work whose other methods follow from `wait`, `is_completed` and `result`. A failed call raises in `wait`."""
 
     def synchronize(self) -> None:
         """The same as `wait`."""
@@ -87,7 +87,7 @@ class _Waited(dist.Work):
         """None."""
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A completed future of the outputs, made after a wait: C++ would wait for it, and no other rank could run."""
+        """A completed future of the outputs, made after a wait. If C++ waited for it, no other rank could run."""
         future: Future[list[Tensor]] = Future()
         future.set_result(self.result())
         return future
@@ -109,7 +109,7 @@ class Work(_Waited):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is complete. If it is not, other ranks run first: a program may ask until it is."""
+        """Whether the call is complete. If not, other ranks run before this returns: a program may ask in a loop."""
         return self._ask(self._call)
 
     def result(self) -> list[Tensor]:

@@ -4,11 +4,11 @@ Random streams (torch's CPU generator, Python's `random`, numpy's global stream)
 modules that the request names. Swapping is sound only because one rank runs at a time. Not swapped, so shared by ranks:
 the working folder, CUDA generators, the state of other modules. The environment is looked up by thread.
 
-The state of a named module is its globals and the attributes of its classes. Found from these in turn are the
-attributes of instances (singletons) and of functions, and the defaults of arguments that can be changed. Lists, dicts,
-sets and deques in them are copied for each rank, once where several names hold one. Caches of functools are new for
-each rank. Everything else is shared: tensors, classes of other modules, instances of classes of Python's library or
-torch. So are names that other modules imported from the named ones.
+The state of a named module is its globals and the attributes of its classes. From these the attributes of instances
+(singletons) and of functions are found in turn, and defaults of arguments that can be changed. Lists, dicts, sets and
+deques in them are copied for each rank, but only once if several names have the same one. Caches of functools are new
+for each rank. Everything else is shared: tensors, classes of other modules, instances of classes of torch or of
+Python's library, and names that other modules imported from the named ones.
 """
 
 import ctypes
@@ -46,12 +46,13 @@ class _Stream(NamedTuple):
 
 
 class RankStreams:
-    """The streams of all ranks of a run; the process's are at `seed` from here on. `clean`: no code has drawn yet.
+    """The streams of all ranks of a run. Making this seeds the process's streams. `clean`: no code has drawn yet.
 
     To read and write them costs 1 us (torch) to 36 us (numpy) and sweeps the caches, and few programs draw between two
     collectives. All three are Mersenne twisters in memory: a draw moves the place in the words, and after the last word
-    new words are made. So a mark of each, place and first word, is compared with the start. A stream is swapped only
-    from the first change of turns at which its mark differs. Of a twister not found in memory the mark is the state.
+    new words are made. So the place and the first word, the mark of a stream, show whether anything was drawn. A stream
+    is swapped only from the first change of turns at which its mark is not that of the start. If a twister is not found
+    in memory, its mark is its whole state.
     """
 
     def __init__(self, world_size: int, seed: int) -> None:
@@ -88,7 +89,7 @@ class RankStreams:
 
 
 class CallerStreams:
-    """The caller's streams. A state of numpy's that was read is used again while its words stay the same."""
+    """The caller's streams. While numpy's words in memory stay the same, its state is not read again."""
 
     def __init__(self) -> None:
         self._words = b""
@@ -102,7 +103,7 @@ class CallerStreams:
             self._words, self._numpy = words, np.random.get_state()
 
     def give_back(self, streams: RankStreams) -> None:
-        """Write the streams; only numpy's words when no code has drawn since they were seeded."""
+        """Write the streams. If no code has drawn from numpy's since it was seeded, only its words are written."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         if streams.numpy_drawn() or self._numpy[_HAS_GAUSS]:
@@ -122,7 +123,7 @@ def _make_reader(address: int, words: int, step: int = 1) -> Callable[[], bytes]
 
 
 def _torch_mark() -> Callable[[], Any]:
-    """Words left, place and first word of torch's CPU generator, which follow its seed in the C++ object."""
+    """The mark of torch's CPU generator: words left, place and first word, which follow the seed in the C++ object."""
     probe: Any = torch.Generator()
     generator: Any = torch.default_generator
     seed = 0x1234567890ABCDEF
@@ -136,7 +137,7 @@ def _torch_mark() -> Callable[[], Any]:
 
 
 def _python_mark() -> Callable[[], Any]:
-    """Place and first word of Python's global stream, which CPython keeps after the object's head."""
+    """The mark of Python's global stream: place and first word, which CPython keeps after the object's head."""
     owner = random.random.__self__  # type: ignore[attr-defined]
     address = id(owner) + object.__basicsize__
     if type(owner).__basicsize__ >= object.__basicsize__ + _BYTES:
@@ -162,7 +163,7 @@ _STREAMS = (
 class PerRankState:
     """The private state of `world_size` ranks. `leave` and `enter` frame a change of turns; `restore` ends the run.
 
-    Every rank starts from `seed`, the caller's default dtype, and what the places of modules have now.
+    Every rank starts from `seed`, the caller's default dtype, and the present values of the places.
     """
 
     def __init__(self, world_size: int, seed: int, places: "Sequence[Namespace]", caller: CallerStreams) -> None:
@@ -287,7 +288,7 @@ class _Defaults:
 
 
 def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
-    """The places of these modules as they are now. Raises RequestError for one that cannot be imported."""
+    """The places where these modules now have state. Raises RequestError for a module that cannot be imported."""
     modules = [_import_optional(name) for name in names]
     namespaces: dict[int, Namespace] = {id(vars(module)): _Dict(vars(module)) for module in modules}
     seen: dict[int, Any] = {}
@@ -360,7 +361,7 @@ def _methods_of_class(value: Any, modules: Sequence[str]) -> list[FunctionType]:
 
 
 def _has_own_defaults(value: Any, modules: Sequence[str]) -> bool:
-    """Whether it is a function of these modules with a default that can be changed."""
+    """Whether a value is a function of these modules with a default that can be changed."""
     own = isinstance(value, FunctionType) and value.__module__ in modules
     return own and any(type(default) in _COPIED for default in value.__defaults__ or ())
 

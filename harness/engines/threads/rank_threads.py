@@ -38,9 +38,9 @@ _C = ctypes.CDLL(None)
 _M_ARENA_MAX = -8
 """mallopt's word in malloc.h."""
 _SLACK_BYTES = 2**28
-"""Memory that may be kept for reuse, so that runs do not return and fetch again what each of them needs."""
+"""How much memory may be kept for reuse, so that runs do not return and fetch again what each of them needs."""
 _EVERY = 16
-"""Runs between two looks."""
+"""The memory is looked at once in this many runs."""
 _STATM = Path("/proc/self/statm")
 
 
@@ -74,7 +74,7 @@ def resident_bytes() -> int:
 
 
 def share_one_arena() -> None:
-    """glibc gives every new thread an arena of its own; for ranks that take turns one is better."""
+    """Let all threads share one arena, which is better for ranks that take turns. glibc gives each thread its own."""
     if mallopt := getattr(_C, "mallopt", None):
         mallopt(_M_ARENA_MAX, 1)
 
@@ -308,7 +308,7 @@ def _as_rank(tables: Any, left: Callable[[Any], None], function: Callable[..., A
 class Stillness:
     """Looks at one thread again and again: whether it is blocked (a lock, a queue, a sleep) or has ended.
 
-    `strictly`: it was not even awake in between, as a thread is that sleeps again and again. Linux alone shows it.
+    `strictly`: it was not even awake in between, like a thread that sleeps again and again. Only Linux shows this.
     """
 
     def __init__(self, ident: int, *, strictly: bool = False) -> None:

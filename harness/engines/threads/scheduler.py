@@ -54,9 +54,9 @@ class RunEnd(Enum):
 class Scheduler:
     """Runs `body(rank)` in one thread for each rank. The ranks call `wait`, `wake` and `halt`, the driver the rest.
 
-    `idents` are the identities of the threads that act for the ranks, as threading.get_ident returns them. Of the
-    threads of one rank one acts at a time: another takes over if that one is blocked or has ended. `guests` are the
-    ranks of which a thread waits to take over, each with the call of that thread in words. `alive` is the engine's.
+    A rank may have several threads, one of which acts for it at a time. Another takes over when that one is blocked or
+    has ended. `idents` are the identities of the acting threads (threading.get_ident). `guests` maps a rank to the call
+    of its thread that waits to take over, in words. `alive` is the engine's.
     """
 
     def __init__(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> None:
@@ -192,7 +192,7 @@ class Scheduler:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
             self._stayed = tuple(rank for rank in order if not self._has_ended(rank))
-            # Both refer to the run, and a program that leaks its graphs keeps its groups, which refer to this.
+            # Both refer to the run. A program that leaks its graphs keeps its groups, and these keep this scheduler.
             self._body, self.alive = do_nothing, str
         return self._stayed
 

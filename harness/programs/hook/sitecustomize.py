@@ -47,7 +47,7 @@ class _Armer:
 def _arm(module: ModuleType, *, values: bool) -> None:
     try:
         if importlib.util.find_spec("shardproof") is None:
-            sys.path.append(_HOME)  # after the program's own finders, which must find what they find without us
+            sys.path.append(_HOME)  # last, so that the program's own folders are searched first, as without us
         if values:
             from shardproof.harness.programs.tensors.arming import arm_values  # noqa: PLC0415  (only torch's users pay)
 

@@ -101,9 +101,7 @@ def find_place_in(parameter: Tensor, tensor: Tensor) -> int | None:
 
 
 def split_of_master(parameter: Tensor, master: Tensor, split: Split) -> Split:
-    """How to split the master copy of a parameter: as the parameter if it is whole; a copy of a part of it is a flat
-    piece.
-    """
+    """How to split the master copy of a parameter: like the parameter if all of it is copied, else as a flat piece."""
     shape, start = tuple(parameter.shape), find_place_in(parameter, master)
 
     def split_flat(value: Tensor) -> list[StatedPart]:

@@ -48,7 +48,7 @@ def change_process(options: ValueOptions) -> None:
 
 
 def change_thread(options: ValueOptions) -> None:
-    """Make the changes of a thread that runs the program; those of the process are made."""
+    """Make the changes that each thread that runs the program needs, after those of the process."""
     if options.dtype:
         _InFloat64().__enter__()
 
@@ -138,11 +138,12 @@ def _backward(
 
 
 def _is_taken_over(tensors: Sequence[object]) -> bool:
-    """Whether a tensor's own class takes functions over: torch.autograd asks so, and looks for modes too.
+    """Whether a tensor's own class overrides torch functions.
 
-    It would leave them during the whole backward, and what is computed again there would be narrow.
+    This replaces torch.autograd's `has_torch_function`, which is true inside of a mode as well. torch would then leave
+    the mode for the whole backward, and what is recomputed there would be narrow.
     """
-    plain = (Tensor.__torch_function__, nn.Parameter.__torch_function__)  # the second one of tensors that do not
+    plain = (Tensor.__torch_function__, nn.Parameter.__torch_function__)  # these two override nothing
     return any(getattr(type(one), "__torch_function__", plain[0]) not in plain for one in tensors)
 
 

@@ -40,8 +40,8 @@ class StepValues:
         return replace(row, alias_of=alias_of) if alias_of else row
 
     def add(self, row: ValueRow, value: Tensor, split: Split = split_value) -> tuple[str, ...]:
-        """Add the parts of a tensor, copied. `row` has their rows' fields but for those of the tensor. Returns the
-        parts' keys.
+        """Add copies of the parts of a tensor. `row` has the fields of their rows that do not depend on the tensor.
+        Returns the keys of the parts.
         """
         with torch.no_grad():
             try:

@@ -33,7 +33,7 @@ _NOWHERE = ModulePath("", "")
 
 @dataclass(slots=True, kw_only=True)
 class UpdateValues:
-    """Records into `store`. `covered` after a step: no parameter with a gradient waits for another optimizer."""
+    """Records into `store`. After a step `covered` says that no parameter with a gradient waits for an optimizer."""
 
     store: StepValues
     names: Names

@@ -62,7 +62,7 @@ class ThreadLaunches:
     def close(self) -> None:
         """End the process from which launches are forked."""
         for server in self._servers.values():
-            server.kill()  # its launches lead process groups of their own
+            server.kill()  # launches do not die with it: they lead process groups of their own
             server.communicate()
         self._said.close()
 

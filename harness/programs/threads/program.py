@@ -58,7 +58,7 @@ class _RanksWithModules(Intervention):
         return (*super().places(names), self._modules)
 
     def hint(self, error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
-        """None: such messages are about subjects."""
+        """No hint: hints are about subjects."""
         return ""
 
 

@@ -1,18 +1,19 @@
 """Activations and their gradients, captured from outside: what modules returned, and what flowed back.
 
-A gradient is taken by a hook on the tensor, which adds no node to the graph and hands nothing on. So results stay the
-same bits. Captured are copies on the rank's device. Under reentrant checkpointing, where the first forward makes no
-graph, the gradient is that of the recomputed tensor. The model itself, whose path is "", is left out.
+A hook on the tensor takes its gradient. It adds no node to the graph and returns nothing, so no bit of a result
+changes. Copies stay on the rank's device. Under reentrant checkpointing, where the first forward makes no graph, the
+gradient is that of the recomputed tensor. The model itself, whose path is "", is left out.
 
     with Capture() as capture:
         ...  # in the thread of each rank: with capture.on_rank(rank): program(rank)
     capture.outputs(0)["layers.0.mlp"], capture.gradients(0)["layers.0.mlp"]
 
-A path that several modules have names none of them, and is left out: that of a layer whose model is not called.
+A path that several modules have is left out, since it names none of them: if a program calls layers one by one and not
+their model, each layer has an "mlp".
 
-For whoever compares two programs module by module there is every call of step 0, with its inputs and without any
-layout: `capture.calls(0).outputs["layers.0.mlp"][0].blocks`. A DTensor is kept as the blocks that it declares, and the
-ranks of its mesh.
+To compare two programs module by module, CallCapture has every call of step 0, with its inputs and without any layout:
+`capture.calls(0).outputs["layers.0.mlp"][0].blocks`. A DTensor is kept as the blocks that it declares, and the ranks of
+its mesh.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +40,7 @@ class ModuleWatch(Watch):
         self._attributions: dict[int, Attribution] = {}
         self._called: dict[tuple[int, str], nn.Module] = {}
         self._shared: set[tuple[int, str]] = set()
-        """(rank, path) of several modules: those of models that are called one by one, as the layers of a stage are."""
+        """(rank, path) of paths that several modules have, such as layers of a stage that are called one by one."""
 
     def place(self, lane: ThreadWatch, module: nn.Module) -> tuple[Site, str]:
         """Step and micro-batch of a call, and the path of its module."""
@@ -51,7 +52,7 @@ class ModuleWatch(Watch):
         return attribution.current(lane.number), path
 
     def names_one(self, rank: int, path: str) -> bool:
-        """Whether no other module than one, with what wraps it, was called on this rank under this path."""
+        """Whether all modules that were called on this rank under this path are one module and its wrappers."""
         return (rank, path) not in self._shared
 
     def _make_emit(self, rank: int) -> Emit:

@@ -1,10 +1,10 @@
-"""The samples and initial values of parameters with which ranks and truth begin.
+"""The samples and first parameter values of ranks and truth: if these differ, nothing that follows can agree.
 
-If these differ, nothing that follows can agree. The subject runs once more on its ranks, and the first values of its
-parameters are recorded. For a subject with words of its own, so are the numbers from `case.samples`, on its ranks and
-in its truth. The samples of a step are equal if both take every micro-batch of every data rank. The ranks of a tp group
-take the same samples, or share them out. The gradients of the first step are recorded too, as backward leaves them on
-each rank before any sum over ranks, and their sizes in every step.
+The subject runs once more on its ranks, and the first values of its parameters are recorded. For a case in the
+subject's own words, so are the numbers that `case.samples` gives to the ranks and to the truth. The samples of a step
+are equal if both take every micro-batch of every data rank. The ranks of a tp group take the same samples, or share
+them out. The run also records the gradients of the first step, as backward leaves them on each rank before any sum over
+ranks, and their squares in every step.
 """
 
 from collections import Counter
@@ -36,14 +36,13 @@ _ASKED = "asked "
 """The beginning of the names by which requests are returned in an outcome."""
 _SQUARES = "squares of gradients"
 _UNSUMMED = "gradient/"
-"""The beginning of the names of gradients as backward leaves them. They are numbered by leaf, as the first values are.
-"""
+"""The beginning of the names of gradients as backward leaves them, numbered by leaf like the first values."""
 _TENSOR = "tp"
 """The axis whose ranks work on the same samples in every subject."""
 _FEWEST = 4
-"""The fewest elements that do not equal those of another part by chance."""
+"""The fewest elements of a part that is not taken to equal another part by chance."""
 _FAR = 1e-2
-"""First values that differ by more than this share of a parameter are other values, and not rounded ones."""
+"""First values that differ by more than this share of a parameter's norm are other values, and not rounded ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +52,13 @@ class _Watched(PlainCase):
     noted_samples: list[Asked]
 
     def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
-        """The same, noted."""
+        """The samples of the case, which are noted."""
         numbers = PlainCase.samples(self, step, micro, dp_rank, batch)
         self.noted_samples.append((step, micro, numbers.start, numbers.stop, int(self.axis_sizes[_TENSOR])))
         return numbers
 
     def but(self, **words: Word) -> "_Watched":
-        """`but` of the case, with samples recorded too, since a subject may go on with another layout."""
+        """The case with other words, whose samples are noted too: a subject may go on with another layout."""
         return _watch_case(PlainCase.but(self, **words), self.noted_samples)
 
 
@@ -92,8 +91,8 @@ class _Asking:
 class _Gradients:
     """The gradients of this rank: what backward gave to each leaf in the first step, and sums of squares in every step.
 
-    `squares` has a number for each gradient that backward has added. The first step ends for a leaf when its value
-    changes.
+    `squares` grows by one number whenever backward has added a gradient: the sum of squares over all leaves. The first
+    step ends for a leaf when its value changes.
     """
 
     def __init__(self) -> None:
@@ -107,7 +106,7 @@ class _Gradients:
         return {f"{_UNSUMMED}{number}": given for number, given in enumerate(self._given)}
 
     def follow(self, leaf: Tensor) -> None:
-        """Record the gradient of this leaf when backward computes it, and the size of the sum when it is added."""
+        """Record the gradient of this leaf when backward computes it, and its square when it has been added."""
         number, start = len(self._given), _own_part(leaf).clone()
         self._given.append(torch.zeros_like(start))
 
@@ -143,7 +142,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
             if own is not None and isinstance(case, PlainCase):
                 asked, truth = [_find_asked_samples(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
                 samples = _apart(asked) or _difference(set().union(*asked), truth, case.micro)
-    except ShardproofError:  # a subject that takes no other case: its own errors stand
+    except ShardproofError:  # the subject may refuse a case that notes its samples
         return evidence
     squares = tuple(outcome[_SQUARES][0].local for outcome in ranks)
     start, given = _other_start(ranks, evidence.truth), tuple(map(_find_gradients, ranks))
@@ -192,7 +191,7 @@ def _apart(every: Sequence[set[Asked]]) -> Fact | None:
 
 
 def _difference(ranks: set[Asked], truth: set[Asked], micro: int) -> Fact | None:
-    """How the samples differ in the first step in which they do; None if they are equal."""
+    """How the samples of ranks and truth differ in the first step in which they do; None if they are equal."""
     for step in sorted({step for step, *_ in ranks} & {step for step, *_ in truth}):
         mine, theirs = (_numbers(asked, step) for asked in (ranks, truth))
         if mine == theirs:
@@ -233,7 +232,7 @@ def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
     found, initial = list(_find_first_values(ranks)), truth.initial
     known = [one for one in found if one.name in initial and initial[one.name].shape == one.block.global_shape]
     right = [(one.rank, one.name, one.block.part_of(initial[one.name])) for one in known]
-    wrong = [  # a value of another parameter: the first value of this one was not recorded
+    wrong = [  # values of another parameter do not count: then the wrong first value was recorded
         one
         for one in known
         if one.lacks(initial)
@@ -264,7 +263,7 @@ def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:
 
 
 def _equal(local: Tensor, true: Tensor) -> bool:
-    """Whether these are the true numbers, as far as their dtype can hold them."""
+    """Whether these are the true numbers up to rounding of their dtype."""
     if local.shape != true.shape:
         return False
     share = max(last_bits(local), torch.finfo(local.dtype).eps)

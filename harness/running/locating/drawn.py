@@ -49,7 +49,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
                 case = trial.case.but(**other.sizes, **without_saving(trial.case))
                 differences = differences or _differences(ranks, _of_ranks(trial, case, dropout), other.words)
             return evidence.with_found(drawn=differences)
-    except ShardproofError:  # a dispatch mode disturbs the program, whose own errors stand
+    except ShardproofError:  # the probe's dispatch mode may break a program, which shows nothing about it
         return evidence
 
 
@@ -69,7 +69,7 @@ def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
 
 
 def _differences(ranks: list[Numbers], others: list[Numbers], beside: str = "") -> Fact | None:
-    """The first draw that one side alone made: the ranks, the truth, or the ranks of the grouping `beside`."""
+    """The first draw that only the ranks made, or only the others: the truth, or the ranks of the grouping `beside`."""
     known = [{one.bits for one in drawn} for drawn in (ranks, others)]
     mine = [one for one in ranks if one.forward and one.bits not in known[1]]
     lacking = [one for one in others if one.forward and one.bits not in known[0]]

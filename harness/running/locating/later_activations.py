@@ -2,7 +2,7 @@
 
 Activations are captured in the first micro-batch of the first step. A feature that keeps something from one micro-batch
 or step to the next is still right there. So ranks and dense model run once more, and the evidence gets the activations
-of the later micro-batch in place of the first one's. It is used for the explanation alone.
+of a later micro-batch in place of the first one's. That evidence is used for the explanation alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from shardproof.harness.running.truth.own import EXACT
 from shardproof.harness.verdicts.verdict import FAIL
 
 CHECK = "later activations"
-"""The name of the finding about these activations, which is no check's."""
+"""The name of the finding about these activations, which no check makes."""
 _COMPARED = {name: CHECKS[name] for name in ("replicas", "activations", "activation_gradients")}
 _MOST = 3
 """The most micro-batches that are tried."""
@@ -38,9 +38,9 @@ def with_later_activations(
 ) -> tuple[Evidence, Mapping[str, Finding]]:
     """The evidence with the activations of the first micro-batch in which one is wrong, and a finding that names these.
 
-    Unchanged if the first micro-batch has a wrong one, or if none of those tried has. Also unchanged if the subject
-    does not say how its activations lie, if it has a truth of its own, and in dtypes other than float64, in which
-    control runs would be needed.
+    Unchanged if the first micro-batch has a wrong activation, if no later one that is tried has, if the subject does
+    not say how its activations lie, or if it has a truth of its own. Also unchanged in dtypes other than float64, which
+    would need control runs.
     """
     activations = any(map(_is_activation, evidence.run.returned))
     if trial.reference.model is None or not activations or trial.case.dtype != EXACT or evidence.truth.unmergeable:
@@ -71,7 +71,7 @@ def _find_later_places(evidence: Evidence, wrong: Sequence[str]) -> Iterator[Pla
         places = [place for place in places if not off or place[1] in off]
     elif kind == "loss":
         places = places if f"logits/{step}" not in evidence.run.returned else []
-    elif kind == "grad":  # a tensor on which ranks disagree is no sum over micro-batches
+    elif kind == "grad":  # no micro-batch explains a gradient on which ranks disagree
         known = first not in evidence.run.tensors or find_summed_axes(evidence, first, wrong) is not None
         places = [] if known else places
     elif kind != "grad_norm" or not step:  # gradients of later steps are not returned
@@ -80,9 +80,7 @@ def _find_later_places(evidence: Evidence, wrong: Sequence[str]) -> Iterator[Pla
 
 
 def _find_wrong_micro_batches(evidence: Evidence, name: str) -> set[int]:
-    """The micro-batches with wrong logits, whose rows are in order of data ranks and micro-batches;
-    empty if unknown.
-    """
+    """The micro-batches with wrong logits, whose rows are ordered by data rank, then micro-batch; empty if unknown."""
     value, true, case = evidence.run.tensors.get(name), evidence.truth.tensors.get(name), evidence.run.case
     parts = case.micro * getattr(case, "dp", 1)
     if value is None or true is None or value.shape != true.shape or not true.dim() or len(true) % parts:

@@ -1,7 +1,6 @@
-"""Whether this machine can hold a case, checked before anything of it is allocated. Sizes are elements; GiB in
-messages.
+"""Whether this machine can hold a case, checked before anything of it is allocated.
 
-The harness knows no model: the dense model states the size of a case.
+The harness knows no model: the dense model states the size of a case. Sizes are elements, in messages GiB.
 """
 
 import os
@@ -22,10 +21,9 @@ _PROCESS_BYTES = 2**27
 
 
 def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None) -> None:
-    """Raise RequestError for the first case with too many ranks, or larger than the memory of this machine or the
-    limit.
+    """Raise RequestError for the first case with too many ranks, or larger than the limit or this machine's memory.
 
-    Of a plain case only the ranks are known.
+    For a case in a subject's own words only the number of ranks is known.
     """
     cases = tuple(cases)
     for case in cases:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardproof.harness.recording.spans import Stopwatch
 
 _SAME_CLOCK_S = 3600.0
-"""A task that is older, or from the future, comes from a machine with another clock: its times begin at its arrival."""
+"""A task that is older, or from the future, comes from a machine with another clock: its times begin as it arrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@
         with rank_output():         # in the thread of each rank, around its program
             print("loss 0.5")
 
-A line is shown as soon as the first rank prints it. At the end one line counts the repeated lines and how often they
-were. A line that one rank prints three times is shown three times. Lines of torch's log are the same whatever rank,
-time and process they name. Text without a line feed at its end is shown when it is flushed, and all is shown under a
-debugger. Ranks in processes of their own print as they do.
+A line is shown as soon as the first rank prints it. At the end one line says how many lines were repeated, and how
+often. A line that one rank prints three times is shown three times. Lines of torch's log count as equal whatever rank,
+time and process they name. An unfinished line is shown when it is flushed, and under a debugger everything is shown.
+What ranks in processes of their own print is left as it is.
 
 A case shows its first 10,000 lines and its last 100; between them lines are counted and not kept.
 """
@@ -30,7 +30,7 @@ _FIRST, _LAST = 10_000, 100
 _CHARACTERS = 4_000_000
 """The most characters of the first lines together."""
 _LONGEST = 4_000
-"""The most characters without a line feed that wait for one, and of each of the last lines."""
+"""The most characters of an unfinished line that are held back, and of each of the last lines."""
 _LOGGED = re.compile(r"^(?:\[rank\d+\]:)?([VDIWEC])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 """The beginning of a line of torch's log: rank, level and day, time, process. File, line and message follow."""
 
@@ -77,7 +77,7 @@ class _Shown:
         self._characters = self._later = 0
 
     def is_one_of_the_first(self, line: _Line) -> bool:
-        """Whether this line is counted. Otherwise it is kept as long as it is one of the last."""
+        """Whether this line belongs to the first lines. Otherwise it is kept while it is one of the last."""
         if line in self.shown:
             return True
         if len(self.shown) < _FIRST and self._characters + len(line[1]) <= _CHARACTERS:
@@ -115,7 +115,7 @@ class _Shown:
 
 
 class _Stream:
-    """Stands for a text stream. What it does not change is an attribute of the stream."""
+    """Replaces a text stream. An attribute that it does not define is that of the stream."""
 
     def __init__(self, place: int, under: Any, shown: _Shown, lock: threading.Lock) -> None:
         self.under = under
@@ -125,7 +125,7 @@ class _Stream:
         return getattr(self.under, name)
 
     def write(self, text: str) -> int:
-        """Write the lines of a rank that no other has written, and all that is written outside of ranks."""
+        """Write the lines of a rank that no other rank has written, and everything written outside of ranks."""
         mine = _PRINTED.get()
         if mine is None or sys.gettrace() is not None:
             self.under.write(text)

@@ -1,11 +1,11 @@
 """Runs for the check `documents`: one step with some documents changed, then with the gradients of some alone.
 
 For any two documents, one run chooses the first and not the second: each document is chosen in half of the runs, and no
-two in the same ones. So 6 documents need 4 runs forward and 4 backward, and 70 need 8. When a run shows a difference,
-its documents are halved until one is left.
+two documents in the same runs. So 6 documents need 4 runs forward and 4 backward, and 70 need 8. When a run shows a
+difference, its documents are halved until one is left.
 
-Gradients are compared with those of a run in which every place stops all of them. What does not go through these
-places, such as the gradient of a balance loss over all tokens, is the same in both.
+Gradients are compared with those of a run in which every place that states documents stops all gradients. What does not
+go through such a place, like the gradient of a balance loss over all tokens, is the same in both runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from shardproof.harness.subject import NamedSubject, call_subject, refusal
 
 _NOBODY = frozenset[int]()
 _ROUNDING = 16.0
-"""A difference of at most this many epsilons of the largest value may be rounding: a product had other rows."""
+"""A difference of at most this many epsilons of the largest value may be rounding of products with other rows."""
 _KINDS = {"forward": "values", "backward": "gradients"}
 
 
@@ -61,7 +61,7 @@ def run_documents(trial: Trial) -> Documents:
 
 
 def _first_step(trial: Trial) -> CaseLike:
-    """The case with one step, or with its own number if the subject refuses one."""
+    """The case with one step, or unchanged if the subject refuses one step."""
     case: CaseLike = trial.case.but(**without_saving(trial.case))
     one = case.but(steps=1)
     return case if refusal(one, trial.subject) else one
@@ -98,7 +98,7 @@ def _places(outcomes: Outcomes) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def _leak(trial: Trial, case: CaseLike, base: Outcomes, chosen: frozenset[int], phase: str) -> DocumentLeak | None:
-    """The first place at which these documents change tokens of others; one within rounding if no other does."""
+    """The first place where these documents change others' tokens; a change within rounding counts if no other does."""
     how = {"changed" if phase == "forward" else "let_through": chosen}
     other = trial.run(_Probed(trial.subject, **how), case).outcomes
     found = [*_differences(base, other, chosen, phase)]

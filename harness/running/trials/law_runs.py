@@ -1,7 +1,7 @@
 """Runs for the laws of subjects: the same global batch over other ranks and micro-batches, the dense model in float32.
 
-The first must give the same step. The second shows whether the dense model is one function in every dtype, but for
-rounding.
+The runs in other groupings must give the same step. The run in float32 shows whether the dense model is one function in
+every dtype, up to rounding.
 """
 
 import math
@@ -35,7 +35,7 @@ from shardproof.harness.subject import NamedSubject, OnRanks, offers, own_cases,
 
 _GROUPINGS = 2
 _LARGEST = 8
-"""The most ranks of a grouping, if the case itself has fewer."""
+"""The most ranks of a grouping, unless the case itself has more."""
 
 
 def run_regroupings(trial: Trial, truth: Truth) -> Regroupings | None:
@@ -43,7 +43,7 @@ def run_regroupings(trial: Trial, truth: Truth) -> Regroupings | None:
 
     A run that does not end is no failure.
     """
-    if truth.from_ranks or truth.unmergeable:  # another grouping draws other numbers
+    if truth.from_ranks or truth.unmergeable:  # in another grouping the ranks draw other numbers
         return None
     found = tuple(_run_grouping(trial, truth, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
     return Regroupings(runs=found) if found else None
@@ -55,7 +55,7 @@ def _run_grouping(trial: Trial, truth: Truth, sizes: dict[str, int], case: CaseL
             run = trial.run(trial.subject.call, case, name=trial.subject.address)
     except ProgramError as error:
         return Regrouped(sizes=sizes, problem=error.cause)
-    except MachineError as error:  # says nothing about the case, whose own run has ended
+    except MachineError as error:  # no failure of the case, whose own run has ended
         return Regrouped(sizes=sizes, problem=error.cause, undecided=True)
     merged = merge_outcomes(run.outcomes)
     true = _truth_of_grouping(trial, truth, case, merged.tensors)
@@ -67,7 +67,7 @@ def _truth_of_grouping(
 ) -> Mapping[str, Tensor]:
     """The dense model in this grouping, if the first loss or a gradient differs there from the truth; else empty.
 
-    Also empty for a dense model that is no function of the subject: it has one grouping, its own.
+    Also empty for our decoder, and for a truth that is a subject on ranks.
     """
     own = trial.reference.own
     first = [name for name in truth.tensors if kind_of(name) in ("loss", "grad") and step_of(name) <= 0]
@@ -83,19 +83,20 @@ def most_exact(case: CaseLike, subject: NamedSubject) -> bool:
     """Whether the case is in float64, or the subject refuses it in float64."""
     if case.dtype == "float64":
         return True
-    with suppress(ValueError):  # a vocabulary without float64
+    with suppress(ValueError):  # the vocabulary may lack float64
         return bool(refusal(case.but(dtype="float64"), subject))
     return True
 
 
 def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
-    """Up to _GROUPINGS other sizes, each with its case: of dp and micro with the same product.
+    """Up to _GROUPINGS other values of dp and micro with the same product, each pair with its case.
 
-    The first has one data rank, the second as many as fit on the ranks of the case, or on _LARGEST. The last has other
-    context ranks and stages too, if the subject takes them. Sizes that the subject refuses are left out.
+    The first pair has the fewest data ranks, the next ones as many as fit on the ranks of the case, or on _LARGEST. If
+    the subject takes that, the last pair also changes the numbers of context ranks and stages. Refused sizes are left
+    out.
 
-    Empty unless the case is as exact as the subject can be (`most_exact`), if its mathematics depends on which rank
-    holds what, and without a data axis. A subject with cases of its own has one if any of these has data ranks.
+    Empty if the subject takes the case more exactly (`most_exact`), if its mathematics depends on which rank holds
+    what, or without a data axis. A subject with cases of its own has one if any of these has several data ranks.
     """
     dp, named = getattr(case, "dp", 0), own_cases(subject)
     has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))
@@ -128,9 +129,9 @@ def _other_slices_and_stages(case: CaseLike, subject: NamedSubject) -> list[dict
 def _find_legal(
     case: CaseLike, subject: NamedSubject, sizes: list[dict[str, int]], most: int
 ) -> list[tuple[dict[str, int], CaseLike]]:
-    """The first `most` of these sizes that are legal, with their cases: they break no rule and are not refused.
+    """The first `most` of these sizes that break no rule and are not refused, with their cases.
 
-    They need no more ranks than the case, or _LARGEST.
+    The cases need no more ranks than `case`, or _LARGEST.
     """
     legal: list[tuple[dict[str, int], CaseLike]] = []
     for words in sizes:
@@ -143,11 +144,11 @@ def _find_legal(
 
 
 DTYPE = "float32"
-"""Dtype that is compared with float64: the roundings of a 16-bit case would hide another function."""
+"""The dtype that is compared with float64: rounding to 16 bits would hide that the function is another one."""
 _LATER = {kind for check, kinds in NUMERIC_KINDS.items() if check not in ("forward", "activations") for kind in kinds}
 """Kinds of tensors that are not computed in a forward."""
 _UNSEEN = epsilon(DTYPE) ** 0.5
-"""The limit of a truth without operators of torch, such as in numpy: rounding takes less than half of the digits."""
+"""The limit of a truth that uses no operators of torch, as in numpy: rounding takes less than half of the digits."""
 _MANY = 16
 """In a tensor of fewer elements, some that differ are most of them."""
 
@@ -179,7 +180,7 @@ def with_first_forward(trial: Trial, truth: Truth) -> Truth:
 def _measure_first_forward(trial: Trial, truth: Truth) -> Measured | None:
     """The tensor of the first forward that is furthest off in float32, with its limit.
 
-    None if there is no such forward, or if some rows alone differ: there a router chose otherwise.
+    None if there is no such forward, or if only some rows differ, since there a router chose otherwise.
     """
     names = [n for n, tensor in truth.tensors.items() if _of_first_forward(n) and tensor.is_floating_point()]
     if not names:
@@ -202,8 +203,8 @@ def _limits_in_float32(
 ) -> dict[str, float]:
     """By name, the largest error of a first forward that rounding to float32 explains.
 
-    In theory that is the error of many sums (`_theory`). A model may amplify rounding, so LEAP times the effect of a
-    random error in the result of every operator is explained too, the largest of several draws.
+    In theory that is the error of many sums (`_theory`). A model may amplify rounding, so LEAP times the effect that
+    random errors in the results of all operators have is explained too; the largest effect of several draws counts.
     """
     theory = CONTROL_FACTOR * _theory(truth.tensors)
     limits = dict.fromkeys(gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), theory))
@@ -215,7 +216,7 @@ def _limits_in_float32(
         for name in gaps:
             effect = distance(other[name], run[name]).frobenius if _fits(other, name, truth.tensors) else math.inf
             limits[name], largest = max(limits[name], LEAP * effect), max(largest, effect)
-    # Without any effect the operators were not seen, as those of numpy.
+    # If no draw had an effect, the operators were not seen, since they are, for example, numpy's.
     return limits if largest else {name: max(limit, _UNSEEN) for name, limit in limits.items()}
 
 
@@ -258,7 +259,7 @@ def _fits(run: Mapping[str, Tensor], name: str, truth: Mapping[str, Tensor]) -> 
 
 
 def _theory(truth: Mapping[str, Tensor]) -> float:
-    """The relative error of a row of sums: as many as parameters, each with as many terms as their longest dim."""
+    """The relative error of as many sums in a row as there are parameters, each as long as the longest dim."""
     shapes = [tensor.shape for name, tensor in truth.items() if kind_of(name) in ("grad", "param")]
     names = {name.partition("/")[2] for name in truth if kind_of(name) in ("grad", "param")}
     longest = max((size for shape in shapes for size in shape), default=1)

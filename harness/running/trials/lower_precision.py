@@ -39,17 +39,17 @@ from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
 Found = tuple[Evidence, dict[str, Finding]]
 MOVED_RUNS, AMPLIFIED_RUNS = 6, 3
-"""Runs of the ranks with their lower precision moved, and with CONTROL_FACTOR times as much of it."""
+"""How many runs move the ranks' lower precision by its rounding, and how many by CONTROL_FACTOR times as much."""
 
 _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
-"""Dtype -> the largest error that its rounding may explain. With a larger error it is not looked for."""
+"""Dtype -> the largest error that rounding to it may explain. For a larger error the dtype is not looked for."""
 _USUAL = 0.1
-"""The share of _LARGEST in experiments, whose time is short: rounding usually causes less."""
+"""The share of _LARGEST that rounding usually stays below. It is the limit in experiments, whose time is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredPrecision:
-    """The lower precision that a subject states: its dtypes, and where it comes from."""
+    """The lower precision that a subject states: its dtypes, and the statement in words."""
 
     dtypes: frozenset[str]
     origin: str
@@ -83,8 +83,8 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
 def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     """The lower precision that the subject declares for this case; None without one.
 
-    A `wire_dtype` counts only if the ledger has such a call of that dtype: otherwise nothing was rounded to be sent. If
-    it is declared for an op or an axis, and another call is of that dtype too, nothing counts.
+    A `wire_dtype` counts only if the ledger has such a call of that dtype: otherwise nothing was rounded to be sent. No
+    declaration counts if a call for which that dtype is not declared has it too.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
     sent = {(each.dtype, each.op, f"{each.op} over {each.axis}") for each in calls.events if each.group_size > 1}
@@ -111,7 +111,7 @@ def rejudge_declared(trial: Trial, found: Found, checks: Mapping[str, Check], pr
 
 
 def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
-    """The findings of a truth that computes outside of torch, as in numpy, judged by how rounding moves the ranks.
+    """The findings beside a truth that computes outside of torch, as in numpy, judged by how rounding moves the ranks.
 
     Control runs of such a truth cannot be made to round, so only the ranks show how far rounding goes.
     """
@@ -127,7 +127,7 @@ def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> F
 def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings after a lower precision was looked for in the ranks, and tensors were judged by it.
 
-    If ranks alone use it, the findings stay, and the operator is noted if it explains all of them.
+    If the ranks use it and the model does not, the findings stay, and the operator is noted if it explains all of them.
     """
     evidence, findings = found
     wrong = wrong_of(findings)
@@ -167,7 +167,7 @@ def _dtypes_that_may_explain(trial: Trial, dtype: str, wrong: Sequence[Measured]
 def _changed_by(
     explain: Callable[[Finding, Finding], Finding], before: Mapping[str, Finding], after: Mapping[str, Finding]
 ) -> dict[str, Finding]:
-    """The findings after a second judgement, those that it made anew as `explain(before, after)`."""
+    """The findings after a second judgement. Each one that it made anew becomes `explain(before, after)`."""
     return {name: one if one is before[name] else explain(before[name], one) for name, one in after.items()}
 
 
@@ -246,7 +246,7 @@ def _with_note(finding: Finding, run: RecordedRun, words: str) -> Finding:
 def _stored_shorter(run: RecordedRun, truth: Truth, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
     """Whether a state or a gradient was rounded when it was stored or sent, while the first step is right.
 
-    Then each of its numbers, and not each of the truth's, is one of a lower dtype, which arithmetic alone does not
+    Then every number of it, but not every number of the truth, fits a lower dtype, which arithmetic alone does not
     bring about. Gradients in float32 do not count, since many programs add them up in float32.
     """
     states = {one.name for one in wrong if is_state(one.name) or one.name.startswith("param/")}
@@ -260,7 +260,7 @@ def _stored_shorter(run: RecordedRun, truth: Truth, wrong: Sequence[Measured], d
 
 
 def _only_in(run: RecordedRun, truth: Truth, name: str, short: torch.dtype) -> bool:
-    """Whether each number of a tensor is one of this dtype, and those of the truth are not."""
+    """Whether this dtype holds every number of a tensor exactly, but not every number of the truth."""
     own, true = run.tensors[name], truth.tensors.get(name)
     if true is None or not own.is_floating_point():
         return False
@@ -294,7 +294,7 @@ def _islands(trial: Trial, case: CaseLike, constants: bool, subject: NamedSubjec
     """
     try:
         run = trial.run(Probed(subject, partial(NarrowProbe, case.dtype, constants=constants)), case)
-    except (ProgramError, MachineError):  # a dispatch mode disturbs the program, whose own errors stand
+    except (ProgramError, MachineError):  # the probe's dispatch mode may break a program, which shows nothing about it
         return []
     return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
 

@@ -1,20 +1,19 @@
 """Judges updates by the gradients that the ranks returned: whether the optimizer made the right step from them.
 
-In a lower precision an update is compared with one from other gradients, the truth's. So it may be as far off as
-rounding takes gradients: some percent in bfloat16. But if an outcome has the gradients of the first step, the step that
-they must make is known. The truth is computed again, and the first step of each of its optimizers takes the gradients
-of the ranks.
+In a lower precision the update of the ranks is compared with that of the truth, which follows from other gradients: its
+own. Rounding moves gradients by some percent in bfloat16, so this comparison allows as much. But if the ranks returned
+the gradients of the first step, the update that must follow from these is known. To find it the truth is computed
+again, and the first step of each of its optimizers takes the gradients of the ranks.
 
-Which tensors these replace is seen in the truth: its optimizer takes what it returns as `grad/<name>`, or all of these
-times one factor. The factor may be a constant, or follow from a norm of the gradients, as in clipping. Both are tried,
-and a step is wrong if it is wrong with each. If the truth does neither, if the step is no optimizer's of torch, or if
-gradients were not returned, nothing is decided.
+How the truth uses its gradients is observed: its optimizer takes what the truth returns as `grad/<name>`, or all of
+these times one factor. The factor may be a constant, or follow from a norm of the gradients, as in clipping. Each of
+these readings is tried, and a step is wrong only if all of them find it wrong. Nothing is decided if the truth uses its
+gradients in another way, if its step is not made by an optimizer of torch, or if gradients were not returned.
 
-The optimizer of the ranks need not take exactly what was returned: gradients may have been rounded once more, in the
-dtype in which ranks store them, and an optimizer may amplify rounding. So a step that looks wrong is judged again, with
-control runs whose gradients move by such a rounding and whose optimizers round in the case's dtype, and with gradients
-that move by CONTROL_FACTOR times as much. What is returned in float32 counts as stored in float32, in a 16-bit case
-too.
+The optimizer of the ranks need not take exactly what they returned: gradients may be rounded once more, to the dtype in
+which ranks store them, and an optimizer may amplify rounding. So a step that looks wrong is judged again by control
+runs. In some the gradients move by such a rounding, in others by CONTROL_FACTOR times as much, and in some the
+optimizers round in the case's dtype. Gradients returned in float32 count as stored in float32, even in a 16-bit case.
 """
 
 import math
@@ -42,7 +41,7 @@ from shardproof.harness.verdicts.facts import state_fact
 
 _UPDATE = "update"
 _EXACT = 1e-12
-"""Gradients that a truth returns in float64, and those times one factor, differ by less than this."""
+"""A gradient in float64 is a multiple of another one, and two factors are equal, if they differ by less than this."""
 _MOVED_RUNS = 2
 _NORMS = 2.0, 0.0, math.inf
 """Norms of gradients from which a factor may follow, the usual one first; 0 stands for a constant factor."""
@@ -64,7 +63,7 @@ def judge_own_steps(trial: Trial, found: Found, checks: Mapping[str, Check]) -> 
             judged = _judge_steps(trial, found, checks[_UPDATE], taken)
             if judged is found or not taken.is_scaled:
                 break
-    except (MachineError, RequestError):  # this run of the truth has other gradients, with which it may not end
+    except (MachineError, RequestError):  # with the gradients of the ranks the truth may not finish
         return found
     return judged
 
@@ -83,10 +82,10 @@ def _judge_steps(trial: Trial, found: Found, check: Check, taken: "TakenGradient
         judged = replace(evidence, truth=known)
         return judged, run_checks(judged, {_UPDATE: check}).get(_UPDATE)
 
-    _, finding = judge(Controls())  # nearly all optimizers are right by the limits of their own arithmetic
+    _, finding = judge(Controls())  # nearly every right step needs no control runs
     if finding is None or not finding.wrong:
         return found
-    least = epsilon(run.dtype) if taken.is_scaled else 0.0  # a norm is known up to the rounding of all gradients
+    least = epsilon(run.dtype) if taken.is_scaled else 0.0  # the norm behind a factor is known up to rounding
     units = {name: max(_unit(run, f"grad/{name}"), least) for name in taken.names}
     moved = [taken.moved(seed, units) for seed in range(_MOVED_RUNS)]
     runs = [
@@ -132,9 +131,9 @@ def _of_first_step(trial: Trial, name: str) -> bool:
 class TakenGradients:
     """Gradients that the first steps of a truth's optimizers take in place of its own.
 
-    `returned` are the gradients that the truth returns, `given` those of the ranks, both by parameter. `places` is
-    filled by the optimizers: for each parameter of each, by their numbers, its name and the factor by which the
-    gradient is taken. A factor other than 1 is taken to follow from this `norm` (_NORMS).
+    `returned` are the gradients that the truth returns, `given` those of the ranks, both by parameter. `places` fills
+    up as optimizers step: (number of the optimizer, number of its parameter) -> the name of that parameter, and the
+    factor by which its gradient is multiplied. A factor other than 1 is taken to follow from this `norm` (_NORMS).
     """
 
     returned: Mapping[str, Tensor]
@@ -175,7 +174,7 @@ class TakenGradients:
 
         def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             threads.add(threading.get_ident())
-            if len(threads) > 1 or id(optimizer) in optimizers:  # each of several ranks has a part of its own
+            if len(threads) > 1 or id(optimizer) in optimizers:  # a later step, or ranks of which each has only a part
                 return
             number = len(optimizers)
             optimizers[id(optimizer)] = optimizer  # kept alive, so that no other one gets its id
@@ -198,7 +197,7 @@ class TakenGradients:
                 self.places.clear()
 
     def _recognise(self, number: int, parameters: list[Tensor]) -> None:
-        """Note which returned gradients an optimizer takes; none if it takes one that is not returned."""
+        """Note which returned gradients an optimizer takes. Note nothing if it takes one that was not returned."""
         found: dict[tuple[int, int], tuple[str, float]] = {}
         for index, parameter in enumerate(parameters):
             gradient = parameter.grad

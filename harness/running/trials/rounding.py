@@ -1,15 +1,15 @@
-"""The findings of a run: what first looks wrong is looked at again by all that is known of rounding, then judged.
+"""The findings of a run: a tensor that looks wrong is judged only after all that is known of rounding was applied.
 
 In float64 every tensor is first compared with training from the start, which rounding leaves alone (1e-13) unless
 training amplifies it. Where the first step agrees and a later one does not:
 
-1. Every step is compared with the dense model's step from the subject's own state before it, with what Adam may make
-   of gradients within rounding of zero. What is beyond that is wrong.
-2. When nothing is, training from the start still counts for every tensor for which it is well conditioned: control runs
-   of it allow no more than CONDITIONED. With Adam it never is: full steps are made out of rounding.
+1. Every step is compared with the dense model's step from the state that the subject had before it. What Adam may make
+   of gradients within rounding of zero is allowed; a larger error is wrong.
+2. If no step is wrong, training from the start still decides about every tensor for which it is well conditioned, which
+   means that control runs allow no more than CONDITIONED. With Adam it never is: full steps are made out of rounding.
 
-In lower precision every step is compared from the subject's own state at once. No error that
-rounding may explain is called wrong before more control runs were made.
+In lower precision the steps are compared as in 1 from the beginning. No error that rounding may explain is called wrong
+before more control runs were made.
 
 Tensors beyond these limits are judged again where the case computes or sends in a lower precision
 (harness.running.trials.lower_precision).
@@ -51,18 +51,19 @@ is reversed.
 FURTHER_PARTS = (10, 12, 14)
 """The same for errors of at most NEAR limits. With an even number the decoder uses torch's fused attention."""
 NEAR = 3.0
-"""Errors of at most this many limits may have a limit that is too small, because all control runs were lucky."""
+"""The limit of an error may be too small by this factor at most, because all control runs were lucky."""
 _OF_PARAMETERS = ("grad", "param")
 """Kinds of tensors with the shapes of parameters."""
 _LARGE = 2**20
-"""A tensor of more elements is not kept of every control run."""
+"""Control runs do not keep tensors of more elements."""
 
 
 def step_from_states(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
-    """The truth with every step begun at the subject's own state before it, if all states were returned.
+    """The truth in which every step begins with the subject's state before it. Unless all states were returned, the
+    truth stays as it is.
 
-    What Adam makes of rounding in one step is added. Otherwise the truth stays as it is. In lower precision a first
-    control run is added, one step at a time if the truth is.
+    A bound on what Adam makes of rounding in one step is added to that truth. In lower precision any truth gets a first
+    control run, whose steps begin with the same states.
     """
     names = trial.reference
     if truth.controls.states is not None:
@@ -105,12 +106,12 @@ def may_be_rounding(trial: Trial, run: RecordedRun, wrong: Collection[Measured])
 
 
 def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Truth:
-    """The truth with MORE_PARTS control runs more, since one may be lucky, and with what a relu may flip.
+    """The truth with the control runs of MORE_PARTS, since a single one may be lucky, and with what a relu may flip.
 
-    Large tensors get only as many as are needed until none of them is wrong, since each costs as much as the ranks. If
-    an error is still just beyond its limit, FURTHER_PARTS are added, since all may have been lucky. After that a choice
-    may have gone another way, so a truth of the subject's own is AMPLIFIED. Choices of our dense model are bounded by
-    what relu flips and by Adam's bound.
+    With large tensors the runs end as soon as no error is beyond its limit, since each costs as much as the ranks. If
+    an error is just beyond its limit, the runs of FURTHER_PARTS are added, since all may have been lucky. If it still
+    is, a choice may have gone another way: a truth of the subject's own gets AMPLIFIED runs, and for our dense model
+    such choices are bounded by relu flips and by Adam's bound.
     """
     names, states, before = trial.reference, truth.controls.states, truth.tensors
     for parts in MORE_PARTS:
@@ -140,7 +141,7 @@ def _with_control_run(trial: Trial, run: RecordedRun, truth: Truth, parts: int) 
 
 
 def _find_furthest(run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> float:
-    """The largest error of those that were wrong, in units of what the control runs now allow."""
+    """The largest error of the tensors that were wrong, in units of the limits that control runs now give."""
     kinds = {kind_of(measured.name) for measured in wrong}
     rms = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in kinds])
     return max(
@@ -151,7 +152,7 @@ def _find_furthest(run: RecordedRun, truth: Truth, wrong: Collection[Measured]) 
 def shed_large_controls(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
     """The truth with the distances of its control runs in place of their large tensors.
 
-    Unchanged if other groupings are compared with control runs too.
+    Unchanged for a subject's own truth, since other groupings are compared with its control runs too.
     """
     runs = truth.controls.runs
     tensors = [pair for control in runs for pair in control.items() if kind_of(pair[0]) in _OF_PARAMETERS]
@@ -181,7 +182,7 @@ def control_run(trial: Trial) -> Mapping[str, Tensor]:
 def _from_states(
     trial: Trial, function: Function, states: Mapping[str, Tensor] | None, **words: int
 ) -> Mapping[str, Tensor]:
-    """The reference as a function that begins its steps at these states, if there are any."""
+    """The outcome of a function of the reference, whose steps begin with these states if there are any."""
     if states:
         return trial.compute_anew(function, part="control", states=states, **words)
     return trial.dense(function, part="control", **words)
@@ -251,9 +252,7 @@ def _with_more_controls(
 def _judge_again(
     evidence: Evidence, findings: Mapping[str, Finding], checks: Mapping[str, Check]
 ) -> dict[str, Finding]:
-    """The findings, with checks that compare numbers made anew; if only large tensors are new, those that had wrong
-    ones.
-    """
+    """The findings after the checks that compare numbers ran again, with large tensors only those that failed."""
     numbers = {name: checks[name] for name in findings if name in NUMERIC_KINDS or name in LAWS}
     if evidence.truth.controls.distances:
         numbers = {name: check for name, check in numbers.items() if findings[name].wrong}

@@ -1,6 +1,6 @@
 """The records of one case, from the recorded run, the plain run if needed, and the dense model; then its findings.
 
-The dense model is computed after the ranks' runs unless these need it: both at once in float64 could fill the memory.
+The dense model is computed after the runs of the ranks unless they need it: both in float64 could fill the memory.
 If the subject's own code fails to make one of its statements, that is a problem of the check that needs it.
 """
 
@@ -58,7 +58,7 @@ def deviations_of(trial: Trial) -> Mapping[str, float]:
 
 
 def ask_subject(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
-    """A statement of the subject about itself; `without`, and a problem of this check, if its own code fails."""
+    """A statement of the subject about itself. If its own code fails, that is a problem of this check: `without`."""
     try:
         return ask()
     except Unanswered as problem:  # no verdict on the run, but it must not look as if nothing were stated
@@ -71,7 +71,7 @@ GIVEN = "mask", "init"
 
 
 def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> Evidence:
-    """The records of one recorded run beside the dense model, with `repeat` of a plain one too; no control runs.
+    """The records of one recorded run and of the dense model, with `repeat` also of a plain run; no control runs.
 
     `trial.reference` is the dense model: `own` if the subject brings one, else `model`, our decoder. Without `compare`
     it is not computed. Raises RequestError if the dense model cannot be computed, and what the engine raises.
@@ -84,7 +84,7 @@ def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> 
     try:
         evidence = _with_repeats(trial, _record(trial, {}, ()), repeat)
     except ShardproofError:
-        trial.true()  # the dense model may refuse a case, whatever its ranks do
+        trial.true()  # if the dense model refuses the case, that is the error to raise
         raise
     true = trial.true()
     compared = select_comparable(true, evidence.run.outcomes)
@@ -93,18 +93,18 @@ def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> 
 
 
 def repeat_plainly(trial: Trial, run: RecordedRun) -> Repeats:
-    """The outcome of an unrecorded run, and of another one if its bits differ.
+    """The outcome of an unrecorded run, and of a second one if the first does not have the bits of the recorded run.
 
-    It must have the bits of the recorded run. It takes time, so it is made only if a check or a diagnosis needs it.
+    This takes time, so it is done only if a check or a diagnosis needs it.
     """
     try:
         with trial.time_part("plain"):
             plain = trial.run(trial.subject.call, name=trial.subject.address)
         if same_outcomes(run.outcomes, plain.outcomes):
-            return Repeats(runs=(run.outcomes,))  # sooner than run the same once more
+            return Repeats(runs=(run.outcomes,))  # it has the same bits, and the other one can be freed
         with trial.time_part("again"):  # shows whether the subject is not deterministic, or the recording disturbs it
             again = trial.run(trial.subject.call, name=trial.subject.address)
-    except MachineError as error:  # says nothing about the case, whose own run has ended
+    except MachineError as error:  # no failure of the case, whose own run has ended
         return Repeats(problem=error.cause)
     return Repeats(runs=(plain.outcomes, again.outcomes))
 
@@ -194,7 +194,7 @@ def _first_values_of_ranks(trial: Trial, own: "OwnTruth | None", truth: Mapping[
     try:
         with trial.time_part("again"):
             ranks = trial.run(WithFirstValues(trial.subject)).outcomes
-    except (ProgramError, MachineError):  # a program that a dispatch mode disturbs
+    except (ProgramError, MachineError):  # a dispatch mode may break a program, which shows nothing about it
         return {}
     starts = [{name: (block,) for name, block in first_blocks(outcome).items()} for outcome in ranks]
     return merge_outcomes(starts).tensors
@@ -226,7 +226,7 @@ def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tup
     Flaws are of what does not merge, or was returned by no rank although the truth looks it up.
     """
     trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
-    trial.known.clear()  # it was computed from other numbers than this run drew
+    trial.known.clear()  # earlier results may follow from other numbers than this run drew
     if flaws := [flaw for flaw in merged.flaws if kind_of(flaw.name) in kinds]:
         return dict(trial.given), flaws
     try:

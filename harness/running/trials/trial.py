@@ -39,10 +39,10 @@ Function: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 class Reference:
     """A reference of a case: the truth, and control runs beside it. Activations are among their outcomes.
 
-    `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
-    it is the truth. Of it alone is known what widens limits (`measure_relu_flips`, `bound_adam`), and which rows
-    nothing looks up. Its truth, control and relu flips take states=mapping, the subject's states from which their
-    steps begin. `own` is the truth where it is the subject's own.
+    `control` also takes parts=n, the number of partial sums in place of its own choice. If our dense model is the truth
+    it is `model`, which alone knows what widens limits (`measure_relu_flips`, `bound_adam`), and which rows nothing
+    looks up. Its truth, control and relu flips take states=mapping, the subject's states from which their steps begin.
+    If the subject brings the truth, it is `own`.
     """
 
     truth: Function
@@ -52,7 +52,7 @@ class Reference:
 
 
 def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
-    """Reference of a subject: our dense model, or its own truth. Raises RequestError when that is none."""
+    """Reference of a subject: our dense model, or its own truth. Raises RequestError if that is not a legal truth."""
     dense = truth_of(subject)
     if dense is None:
         return decoder()
@@ -67,19 +67,19 @@ def decoder() -> Reference:
 
 
 _LATE_S = 0.5
-"""How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""
+"""How long after its limit a body is interrupted. An engine inside it ends first, since its error can say more."""
 _AGAIN_S = 1.0
-"""How long after an interruption that the body has caught it comes again."""
+"""How long after an interruption the next one comes, in case the body has caught it."""
 
 
 @contextmanager
 def in_time(limit_s: float, what: str, alive: Callable[[], object] = str) -> Iterator[None]:
     """Raise TimeLimit in a body that takes longer; `what` says in words what is computed.
 
-    What the process waits for a processor is added to the limit, and `alive` is called each time.
+    The time for which the process waits for a processor is added to the limit, with a call of `alive` each time.
 
-    Code that never comes back from a native function is not reached. A body outside of the main thread is not either,
-    nor one of a program with an alarm of its own.
+    Nothing interrupts code that never comes back from a native function, a body outside of the main thread, and a body
+    in a program with an alarm of its own.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
@@ -125,14 +125,14 @@ _BETWEEN = "checks"
 EXPLAINING = ("explained", "located", "elsewhere")
 """Parts of a case that explain a failure, and that no verdict needs."""
 EXPLAINED_IN = 10
-"""All runs that explain a failed case, those of its line `when:` too, may take this many time limits of one run."""
+"""All runs that explain a failed case, or search for its line `when:`, may together take this many time limits."""
 
 
 @dataclass(slots=True)
 class Budget:
     """Time for all runs that explain one failed case: until `end_s` on the monotonic clock.
 
-    `refused` are the parts that were not run, since none was left. Runs that a verdict needs ask for none.
+    `refused` are the parts that were not run because no time was left. Runs that a verdict needs do not ask for time.
     """
 
     end_s: float = math.inf
@@ -154,14 +154,14 @@ Asked = tuple[Function, tuple[tuple[str, int], ...]]
 
 @dataclass(slots=True)
 class Truths:
-    """Results of the dense model for the latest case, for the next trials of cases that are alike to it."""
+    """Results of the dense model for the latest case, which serve the next cases that are alike to the dense model."""
 
     _case: CaseLike | None = None
     _outcomes: dict[Hashable, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def of(self, case: CaseLike, name: Hashable, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """The outcome of this function of the reference for this case, computed unless it is known."""
-        if case != self._case:  # what the case before left is freed before more is computed
+        if case != self._case:  # frees the results of the case before, and then computes more
             self._case, self._outcomes = case, {}
         if name not in self._outcomes:
             self._outcomes[name] = compute()
@@ -172,12 +172,12 @@ class Truths:
 class Trial:
     """A case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
-    `problems`: what the subject could not answer (expectation, activations) -> why. `given` fills up with what of the
-    subject's outcome its truth must be given (DenseModelLike.list_given_kinds). `known` fills up with what the
-    reference computed. Trials of one case may share it, and trials of cases that are alike to the dense model its
-    `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong that
-    rounding cannot explain, the others do not matter. `budget` is that of its explanation, which trials of other cases
-    share.
+    `problems`: what the subject could not answer (expectation, activations) -> why. `given` fills up with the tensors
+    that the truth must take from the subject's outcome (DenseModelLike.list_given_kinds). `known` fills up with what
+    the reference computed; trials of one case may share it, and trials of cases that are alike to the dense model may
+    share `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong
+    that rounding cannot explain, the others do not matter. `budget` is the time to explain a failure of the case, which
+    trials of other cases share.
     """
 
     case: CaseLike
@@ -210,7 +210,7 @@ class Trial:
         return min(self.timeout_s, max(self.budget.left_s, 0.0))
 
     def has_time(self, part: str) -> bool:
-        """Whether there is time for this part of an explanation; it is noted where there is none."""
+        """Whether there is time for this part of an explanation. A part without time is noted."""
         left = self.budget.left_s > 0
         self.budget.refused += [] if left or part in self.budget.refused else [part]
         return left
@@ -220,7 +220,7 @@ class Trial:
         """Note how long the body takes, also when it raises."""
         start_s = time.perf_counter()
         self.heard(part)
-        self.engine.alive = lambda: self.heard(part)  # its part begins anew
+        self.engine.alive = lambda: self.heard(part)  # the time of this part begins anew
         try:
             yield
         finally:
@@ -242,7 +242,7 @@ class Trial:
         return self.known[asked]
 
     def true(self) -> Mapping[str, Tensor]:
-        """The truth, computed of the case that stands for all alike to the dense model."""
+        """The truth, computed for the one case that stands for all cases that are alike to the dense model."""
         truth, model = self.reference.truth, self.reference.model
         if (truth, ()) not in self.known:
             case: CaseLike = model.alike(self.case) if model else self.case
@@ -250,7 +250,7 @@ class Trial:
         return self.known[truth, ()]
 
     def initial(self, truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The values of parameters before the first step, where this truth has any after one."""
+        """The values of parameters before the first step; empty if this truth has none after a step."""
         own, model = self.reference.own, self.reference.model
         if not any(kind_of(name) in MOVED for name in truth):
             return {}

@@ -2,8 +2,8 @@
 
 A control run for any dense model cuts every matrix product of a thread in this context, forward and backward. The
 product is the sum of products over slices of the contracted dimension, last slice first, each rounded to the dtype of
-the run. Sums over a dimension likewise. With an even number of slices attention is made of matrix products, not torch's
-fused kernel.
+the run. Sums over a dimension are cut likewise. With an even number of slices attention is made of matrix products, not
+torch's fused kernel.
 
 A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other. torch's kernel of a layer
 norm does so too, and no order rounds more (harness.checking.measuring). The sum is in float32 at least, or in the
@@ -18,8 +18,8 @@ The outcome shows how far a model amplifies rounding of any kind.
 
 A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR times as far. They do not bound choices:
 which of two logits is larger, or the sign of a gradient of which Adam makes a whole step. A right program may choose
-otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much:
-whatever such an error may turn, they turn often.
+otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much, and turn often what
+such an error can turn at all.
 """
 
 import threading
@@ -36,20 +36,20 @@ from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 
 PERTURBED = (-1, -8, -9, -10)
-"""In place of the number of parts: whole sums, and every result moved by a random part of its own dtype's rounding.
+"""Values of `parts` that cut nothing, and move every result by a random part of its own dtype's rounding.
 
-Several draws, for a single number: of normal errors 8 % are below a tenth of their standard deviation. Four such draws
-in a row have a probability of 4e-5.
+There are several, since a tensor may be a single number: 8 % of normal errors are below a tenth of their standard
+deviation. Four such draws in a row have a probability of 4e-5.
 """
 AMPLIFIED = (-2, -3, -4, -5, -6, -7)
-"""The same by CONTROL_FACTOR times as much: what a right result may be off by where a choice depends on rounding."""
+"""Values of `parts` that move results CONTROL_FACTOR times as far, for results in which choices depend on rounding."""
 
 aten = torch.ops.aten
 
 
 class _AttentionKernels:
-    """torch's choice of kernels of attention is one of the whole process: the first rank to need another sets it, and
-    the last one restores it. Each restoring what it found would leave what other ranks had set.
+    """torch's choice of attention kernels is that of the process: the first rank to need others sets it, and the last
+    one restores it. If each rank restored what it found, it would leave what other ranks had set.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _AttentionKernels:
 
     @contextmanager
     def choose(self, kernels: list[SDPBackend]) -> Iterator[None]:
-        """In it, attention takes one of these kernels."""
+        """Inside, attention takes one of these kernels."""
         with self._lock:
             if not self._inside:
                 self._choice.enter_context(sdpa_kernel(kernels))
@@ -78,10 +78,10 @@ _KERNELS = _AttentionKernels()
 def partial_sums(
     parts: int, units: Mapping[torch.dtype, float] | None = None, *, inputs: bool = True
 ) -> Iterator[RandomRounding]:
-    """In it, contractions of this thread are sums of `parts` partial sums; 1 cuts nothing.
+    """Inside, contractions of this thread are sums of `parts` partial sums; 1 cuts nothing.
 
-    `units` and `inputs`: by what results are moved besides (RandomRounding). An odd number leaves fused attention as it
-    is, for its backward takes yet other sums.
+    `units` and `inputs` say how results are moved as well (RandomRounding). With an odd number attention stays fused,
+    since the fused backward takes yet other sums.
     """
     kernels = [SDPBackend.MATH] if parts % 2 == 0 else list(SDPBackend.__members__.values())[1:]
     mode: RandomRounding = _Cut(parts, units or {}, inputs)

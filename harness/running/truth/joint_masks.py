@@ -33,7 +33,7 @@ class _Misplaced(Exception):
 class RankMasks:
     """By rank, what the subject itself returned, and its recorded masks as blocks of the joint ones.
 
-    `problem` is why these have no place there, else "".
+    `problem` says why the recorded masks have no place in the joint ones; "" if they have.
     """
 
     outcomes: tuple[Placed, ...]
@@ -144,7 +144,7 @@ def _sites_of_stages(
 
 
 def _offsets(axes: Axes, shape: tuple[int, ...], draws: Sequence[_RankDraw]) -> list[tuple[int, ...]]:
-    """The offsets of each rank's mask in one of this shape; of several layouts the first with equal replicas."""
+    """The offsets of each rank's mask in a mask of this shape, by the first possible layout with equal replicas."""
     layouts = []
     for layout in _possible_layouts(axes, shape, draws):
         if _has_equal_replicas(draws, layout):

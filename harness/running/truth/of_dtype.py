@@ -228,7 +228,7 @@ _ELSEWHERE = _Origin()
 
 @dataclass(slots=True)
 class _Differences:
-    """What differs between the two runs at this point: `origins` by storage of the run in float32.
+    """The differences between the two runs up to this step: storage of the run in float32 -> origin (`origins`).
 
     A gap of at most `least` is no difference. `last` is the last origin that was seen. `drawn`: random numbers differ.
     """

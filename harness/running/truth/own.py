@@ -1,12 +1,12 @@
-"""A truth of the subject's own: its dense model, or a subject on ranks, such as itself on one.
+"""A subject's own truth: its dense model, or a subject that runs on ranks, such as the same subject on one rank.
 
-Its own truth runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
-partial sums. Where it computes in a wider dtype all the same, its results are moved by the rounding of the case's
-(harness.running.truth.control_modes). A subject on ranks takes the same global batch, in as many micro-batches as
-that needs: on one rank it sees those of the data ranks in sequence.
+The truth runs in float64. Control runs are the same function in the case's dtype, with every contraction cut into
+partial sums. What it computes in a wider dtype nevertheless is moved by a random part of the case's rounding
+(harness.running.truth.control_modes). A subject on ranks takes the same global batch: on one rank, the micro-batches of
+all data ranks in sequence.
 
-Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
-Choices of experts do where the truth takes `routing`.
+Masks of dropout come from the ranks: as `given` if the truth takes that parameter, else in the place of those that
+torch draws. The ranks' choices of experts are passed on if the truth takes `routing`.
 """
 
 import inspect
@@ -46,22 +46,22 @@ from shardproof.harness.subject import DenseFunction, NamedSubject, OnRanks, ans
 
 EXACT = "float64"
 _MASKED = ("forward", "activations")
-"""Checks of numbers in which code masks what it leaves out with an infinity."""
+"""Checks of tensors in which programs mask what they leave out with an infinity."""
 _FINITE = {"loss"} | {kind for check, of in NUMERIC_KINDS.items() if check not in _MASKED for kind in of}
-"""Kinds of names that hold an infinity only in training that diverges."""
+"""Kinds of tensors that hold an infinity only if training diverges."""
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 _SUPPOSED_WIDE: dict[tuple[str, str], bool] = {}
-"""(subject, dtype) -> whether its last case multiplied in wider dtypes alone: a first guess, which each case checks."""
+"""(subject, dtype) -> whether its last case multiplied in wider dtypes only: a first guess, which each case checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnTruth:
-    """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
+    """The function (case, device) -> outcome of a subject's own truth, or with `control` of one of its control runs.
 
-    `dense` is the dense model, or a subject, which runs on `engine`. Four fields fill up, by the text of the case.
-    `draws` are the masks of dropout that it drew itself, `initial` its parameters before the first step.
-    `wide` is whether its control runs multiply matrices in wider dtypes than the case's alone. `unseen` is whether they
-    multiply none that a mode of torch sees. A control run of a dense model is made inside of `around()`.
+    `dense` is the dense model, which runs inside `around()`, or a subject, which runs on `engine`. Four fields fill up,
+    by the text of the case: `draws` are the masks of dropout that the truth drew itself, `initial` its parameters
+    before the first step, `wide` whether its control runs multiply matrices only in dtypes wider than the case's,
+    `unseen` whether they multiply none that a mode of torch sees.
     """
 
     subject: NamedSubject
@@ -93,7 +93,7 @@ class OwnTruth:
             return False
 
     def _passed_on(self, given: Mapping[str, Tensor] | None) -> dict[str, Mapping[str, Tensor]]:
-        """The words with which the truth is called for what the ranks drew and chose."""
+        """The keyword arguments by which the truth gets what the ranks drew and chose."""
         chosen = {name: tensor for name, tensor in (given or {}).items() if kind_of(name) == ROUTING}
         drawn = {name: tensor for name, tensor in (given or {}).items() if name not in chosen}
         words = {"given": (drawn, self.takes_given), "routing": (chosen, self.takes_routing)}
@@ -102,8 +102,8 @@ class OwnTruth:
     def __call__(
         self, case: CaseLike, device: torch.device, *, parts: int = 0, given: Mapping[str, Tensor] | None = None
     ) -> Mapping[str, Tensor]:
-        """Every tensor full, by name; `given`: the joint masks. Raises RequestError when the subject's own code fails,
-        or what it returns is not finite.
+        """Every tensor full, by name; `given` is what the ranks drew. Raises RequestError when the subject's own code
+        fails, or what it returns is not finite.
         """
         if self.control:
             return self._run_control(case.but(**without_saving(case)), device, parts or 2, given)
@@ -121,9 +121,9 @@ class OwnTruth:
     def _run_control(
         self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """A control run; the first one of a case is made again where its products were in dtypes other than supposed.
+        """A control run. The first one of a case is made again if its products were in other dtypes than supposed.
 
-        Before it, they are supposed to be as those of the last case of the subject in this dtype.
+        They are supposed to be in the dtypes of the subject's last case in this dtype.
         """
         compute = self._on_ranks if isinstance(self.dense, OnRanks) else self._own
         text, kind = case_text(case), (self.subject.name, case.dtype)
@@ -133,7 +133,7 @@ class OwnTruth:
         tensors |= {INITIAL + name: value for name, value in initial.items()}
         if text in self.wide:
             return tensors
-        elsewhere = self.engine.remote and isinstance(self.dense, OnRanks)  # its products are seen in another process
+        elsewhere = self.engine.remote and isinstance(self.dense, OnRanks)  # another process computes its products
         self.unseen[text] = not sums.products and not elsewhere
         self.wide[text] = _SUPPOSED_WIDE[kind] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
         return tensors if self.wide[text] is wide else self._run_control(case, device, parts, given)
@@ -155,7 +155,7 @@ class OwnTruth:
         return answer_question("truth", outcome)
 
     def _joint(self, given: Mapping[str, Tensor] | None) -> tuple[Tensor, ...] | None:
-        """The masks in the place of those that torch draws; None where it shall draw its own."""
+        """The masks that replace those that torch would draw; None if the truth draws its own or takes `given`."""
         masks = {name: mask for name, mask in (given or {}).items() if kind_of(name) == "mask"}
         return in_order(masks) if masks and not self.takes_given else None
 
@@ -195,10 +195,9 @@ class OwnTruth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSums:
-    """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`).
+    """How a run takes its sums: in how many `parts` (0: uncut), and by which epsilons wide results move (`units`).
 
-    All of them are where nothing is computed in the case's dtype (`wide`).
-
+    If nothing is computed in the case's dtype (`wide`), numbers made of constants and draws alone are moved as well.
     `products` fills up with the epsilons of the dtypes in which matrices were multiplied.
     """
 
@@ -209,7 +208,7 @@ class PartialSums:
 
     @contextmanager
     def take_sums(self) -> Iterator[None]:
-        """In it, sums of this thread are taken so."""
+        """Inside, sums of this thread are taken in this way."""
         if not self.parts:
             yield
             return
@@ -232,7 +231,7 @@ def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str,
 
 
 def _placed(outcome: Mapping[str, Sequence[Block]]) -> dict[str, Sequence[Block]]:
-    """A rank's outcome, each first value of a parameter as the part of it that the rank returns."""
+    """A rank's outcome. The first value of a parameter gets the place of the part that the rank returns of it."""
     own = {name: found for name, found in outcome.items() if not name.startswith(STARTED)}
     values = {name: found[0].local for name, found in outcome.items() if name.startswith(STARTED)}
     parts = {name: found[0] for name, found in own.items() if len(found) == 1}
@@ -260,9 +259,9 @@ class InParts:
 
 
 def _is_sound(name: str, tensor: Tensor) -> bool:
-    """Whether it can be compared with: it has no NaN, and infinities only where code masks with them."""
+    """Whether a truth may have this tensor: without NaN, and with infinities only where programs mask with them."""
     if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.float()  # torch asks none of the 8-bit dtypes
+        tensor = tensor.float()  # torch cannot ask 8-bit floats for NaN or infinity
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return not bool((tensor.isnan() if kind_of(name) not in _FINITE else ~tensor.isfinite()).any())

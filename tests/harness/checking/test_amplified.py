@@ -1,8 +1,6 @@
-"""Training under rounding without a bug: leaps that double its noise, overflows, a relu that flips.
+"""Rounding that training amplifies, overflows, and a relu that flips raise no false alarm, and hide no bug.
 
-No false alarm is raised, and no bug is let through.
-
-A subject that returns the state of every step is compared one step at a time; one that does not, beside control runs.
+A subject that returns the state of every step is compared one step at a time, any other beside control runs.
 """
 
 import dataclasses
@@ -31,14 +29,14 @@ from tests.harness.toy_evidence import evidence
 from tests.harness.toy_subjects import Changed
 
 CASE = Case.parse("layers=1 steps=7")
-"""At the default rate of learning, 1, the logits of the fifth step are beyond 1e-9 by rounding alone."""
+"""With the default learning rate, 1, rounding alone changes the logits of the fifth step by more than 1e-9."""
 
 
 LINE = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
 
 
 def stateless(case: Case, device: torch.device) -> dict[str, Any]:
-    """Ours, without the states between steps."""
+    """The outcome of our subject, without the states between steps."""
     return {name: value for name, value in subject(case, device).items() if "_after/" not in name}
 
 
@@ -85,7 +83,7 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
     old, step = LINE, LINE.flip(0)
 
     def moments(factor: float) -> dict[str, torch.Tensor]:
-        """After a step whose gradient is this times the right one."""
+        """The moments after a step whose gradient is the right one times this factor."""
         mean, square = 0.01 * old + 0.1 * factor * step, 0.1 * old.square() + 1e-3 * (factor * step) ** 2
         return {"exp_avg_after/5/w": mean, "exp_avg_sq_after/5/w": square}
 
@@ -106,7 +104,7 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
 
 
 OVERFLOWS = "tp=2 layers=1 steps=3 micro=1 lr=6.0 dtype=float16"
-"""In the third step logits are beyond 65504, the largest number of float16."""
+"""A case whose logits in the third step are beyond 65504, the largest number of float16."""
 DEAD = -math.inf, math.nan
 
 
@@ -148,8 +146,8 @@ BESIDE_A_KINK = Case.parse(
     "head=gather cross_entropy=fused recompute=selective overlap=false lr=0.1 label_smoothing=0.1 dtype=bfloat16 "
     "seed=2455"
 )
-"""Found by `bench.clean`: one element of a relu's input lies so near zero that no control run takes its side, but for
-those of FURTHER_PARTS.
+"""Found by `bench.clean`: one element of a relu's input is so near zero that only the control runs of FURTHER_PARTS
+give it the sign that the ranks give it.
 """
 
 

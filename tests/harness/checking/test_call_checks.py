@@ -187,7 +187,7 @@ def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:
 
 
 def test_on_a_device_a_call_is_hidden_until_it_is_waited_for_in_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where calls are of the device "cuda": completion is no wait there."""
+    """Calls are of the device "cuda", as on a GPU, where a completed call is not one that was waited for."""
     on_cpu, case = CollectiveMatcher._ledger_call, Case.parse("mode=tp-sp layers=1 micro=1 steps=1")
 
     def promised(engine: InprocEngine, record: bool = False) -> frozenset[tuple[int, int]] | None:

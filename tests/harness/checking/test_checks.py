@@ -44,7 +44,7 @@ W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
 
 ASKED = set(CHECKS) - {"waits", "overlap", "saved", "routing", "documents"}
-"""Nothing asynchronous, no checkpoint, no experts."""
+"""The checks that cases without asynchronous calls, checkpoints and experts have."""
 COVERAGE = {"coverage": CHECKS["coverage"]}
 
 
@@ -152,7 +152,7 @@ def test_ranks_that_hold_everything_in_full_fail_although_they_talk_where_an_axi
 
 def test_the_share_of_the_parameters_that_is_split_is_of_their_elements() -> None:
     def outcomes(*held: tuple[str, tuple[int, int], bool]) -> list[Mapping[str, tuple[Block, ...]]]:
-        """Of two ranks that hold these names in these shapes, split or whole."""
+        """The outcomes of two ranks that hold these names in these shapes, split or whole."""
         ranks: list[dict[str, Any]] = [{}, {}]
         for name, (rows, columns), split in held:
             for rank, part in enumerate(
@@ -236,7 +236,7 @@ def test_the_example_of_the_page_on_design_is_a_check(monkeypatch: pytest.Monkey
 
 
 def test_the_dense_model_is_computed_only_where_a_check_needs_it_or_a_failure_is_explained() -> None:
-    """Its truth cannot be computed here, so every other case ends in an error."""
+    """The dense model cannot be computed here, so a case that needs it ends in an error."""
 
     def refused(*_: Any, **__: Any) -> Mapping[str, Any]:
         raise ValueError("no truth")

@@ -116,7 +116,7 @@ def _applied(factor: float) -> Any:
 
 
 def test_a_truth_that_applies_it_judges_its_tensors() -> None:
-    """And no others."""
+    """The truth judges the stated tensors by the deviation, and no other tensors."""
     right = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}), CASE)
     assert right.verdict == "pass"
     gradients = verdict_of(right, "parameter_gradients")
@@ -138,7 +138,7 @@ def test_one_that_follows_the_data_ranks_is_another_one_in_another_grouping() ->
 
 
 def test_what_is_no_statement_is_refused_before_anything_is_run() -> None:
-    """And a truth that applies it needs a dense model."""
+    """A truth that applies the deviation needs a dense model, or it is refused too."""
     for said in ("grad/w2", {"grad/w2": ""}, {"grad/w2": 3}, {3: DESIGN}, {"grad/w2": (DESIGN, 3)}):
         with pytest.raises(RequestError, match="deviates=.* must map patterns of names to a sentence each.*; legal: "):
             proved(Balanced(deviates=said), CASE)

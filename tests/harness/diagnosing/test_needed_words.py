@@ -46,7 +46,7 @@ def test_exactly_the_words_of_a_conjunction_are_found(needed: set[str], further:
 
 
 def test_a_shorter_dtype_is_not_tried() -> None:
-    """Its wider limits may hide what is wrong, and that would look as if the failure needed the longer one."""
+    """The wider limits of a shorter dtype may hide the error. The failure would then seem to need the longer dtype."""
     dtypes = ("float64", "float32", "bfloat16")
     found, _ = searched(VOCABULARY.case({}), {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "bfloat16")
     assert "dtype" not in when_line(found.when)

@@ -92,7 +92,7 @@ def test_what_is_no_sum_of_shares_tells_nothing() -> None:
 
 
 def test_equal_weights_win_where_micro_batches_repeat_each_other() -> None:
-    """Of the many weights that fit, those of the smallest squares are no one's rule."""
+    """Many weights fit then, and those with the smallest squares are not what a program would use."""
     again = torch.stack([SHARES[W1][:, 0], SHARES[W1][:, 0] / 2], 1)
     (told,) = from_shares(counting(*LOCAL[:, None, None].expand(2, 2, 2), shares=again), [W1])
     assert told.id == "unequal_shares"

@@ -87,7 +87,7 @@ def test_a_part_that_holds_another_place_is_told_also_when_parts_are_unequal() -
 
 
 def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> None:
-    """The handle of a call that is not needed at all is no one's to wait for."""
+    """Nobody need wait for the handle of a call that is not needed at all."""
     extra = replace(TERMS[-1], op="all_gather", reduce_op="")
     work = Unwaited(rank=0, op="all_gather", group="tp (0 1)", number=0, caller="model.py:7")
     assert ids_of(seen_with({}, events=events((*TERMS, extra)), unwaited=(work,))) == ["extra_call"]
@@ -115,7 +115,7 @@ def test_a_module_that_never_ran_lacks_more_than_its_call() -> None:
 
 
 def test_a_parameter_without_a_gradient_lacks_more_than_its_sum() -> None:
-    """Not used, or frozen, a parameter stays as before. Of one that moves the gradient was not returned."""
+    """A parameter that is not used or frozen stays as before. If it moves, its gradient was not returned."""
     summed, still = a_term(phase="grad_sync", region=""), {**truth(), "param/layers.0.mlp.w2.bias": BIAS}
     lost = {name: tensor for name, tensor in still.items() if name != OF_W2}
     moved = {**lost, "param/layers.0.mlp.w2.bias": drawn(6, seed=8)}

@@ -193,7 +193,7 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 def test_unmodified_megatron_needs_every_collective_and_a_doubled_sum_is_noticed(engine: InprocEngine) -> None:
-    """Its GPTModel needs each of its 4L + 5 calls."""
+    """Megatron's GPTModel needs each of its 4L + 5 calls."""
     pytest.importorskip("megatron.core", reason="needs the extra `peers`")
     megatron = resolve_subject("shardproof.suites.subjects.megatron:subject")
     case = case_of("tp=2 layers=1 micro=1", megatron)

@@ -16,7 +16,7 @@ pytest.importorskip("safetensors", reason="needs safetensors")
 
 TOKENS = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(1))
 Given = Sequence[Mapping[str, Tensor]]
-"""Of one rank: what the outermost module is called with, micro-batch by micro-batch."""
+"""The arguments of one rank's outermost module, micro-batch by micro-batch."""
 
 
 def recorded(folder: Path, ranks: Sequence[Given]) -> Launch:

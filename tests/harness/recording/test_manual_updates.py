@@ -242,7 +242,7 @@ def test_gathers_by_hand_that_the_first_update_lacks_are_a_checkpoint() -> None:
 
 
 def test_an_update_that_gathers_full_tensors_stays_in_its_step() -> None:
-    """As Muon does: the matrix is orthogonalised whole, inside of the optimizer."""
+    """Muon makes such an update: it orthogonalises the whole matrix inside of the optimizer."""
 
     class Whole(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

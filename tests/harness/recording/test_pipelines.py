@@ -166,7 +166,7 @@ def turns_of_two_stages(micro: int) -> tuple[list[tuple[str, int]], list[tuple[s
 
 
 def test_torchs_schedule_1f1b() -> None:
-    """Its first step also sends shapes, and may run the module once more for them."""
+    """The schedule's first step also sends shapes, and may run the module once more for them."""
     more: dict[int, int] = {}
 
     def program(rank: int) -> None:

@@ -238,7 +238,7 @@ def test_gradients_that_an_engine_reduces_after_every_micro_batch_are_no_data(by
 
 
 def test_parameters_that_lie_elsewhere_between_steps_are_gathered_in_the_step() -> None:
-    """As ZeRO-3 does: a parameter has no elements while nothing is computed with it."""
+    """With ZeRO-3 a parameter has no elements while nothing is computed with it."""
 
     def program(rank: int) -> None:
         torch.manual_seed(1)

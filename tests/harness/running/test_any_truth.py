@@ -1,4 +1,4 @@
-"""A right case passes and a wrong one fails whatever its truth computes in; an update is judged by what it moves."""
+"""A right case passes and a wrong case fails in whatever dtype the truth computes; how an update is judged."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ def drawn(seed: int, *shape: int, std: float = 1.0) -> Tensor:
 
 
 class Rows:
-    """Trains a linear layer of rows over dp; `truth` may compute in float64 whatever the case says.
+    """A subject that trains a linear layer over dp. With `wide` its truth computes in float64 whatever the case says.
 
-    `grad` makes of a gradient what the ranks use, `step` is the optimizer by the parameters, `inside` what a hidden
-    layer passes through.
+    `grad` changes the gradients of ranks, `inside` the layer's output; `optimizer` makes the optimizer of the
+    parameters, and `after` changes it after a step.
     """
 
     words, cases = {"width": 12, "rows": 6}, ("dp=2",)
@@ -71,7 +71,7 @@ class Rows:
 
 
 def low(y: Tensor) -> Tensor:
-    """Numbers of bfloat16 that reach nothing."""
+    """The output unchanged, after a computation in bfloat16 that has no effect on it."""
     return y + 0 * y.bfloat16().to(y.dtype)
 
 
@@ -111,7 +111,7 @@ def test_a_precision_widens_limits_by_its_effect() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", *deep("four CPU seconds each", "float32"), "bfloat16"])
 def test_an_update_is_judged_by_what_it_moves(dtype: str) -> None:
-    """A thousandth of the parameters, of which an eighth is missing, or a step of one rank's count too many."""
+    """Updates move parameters by a thousandth; an eighth of one is missing, and in another Adam's step count is off."""
     text = f"dp=2 dtype={dtype} steps=2 rows=40 width=20"
     adam = partial(torch.optim.AdamW, lr=5e-4)
     assert proved(Rows(master=True, optimizer=adam), text).verdict == "pass"
@@ -132,7 +132,7 @@ def test_an_update_is_judged_by_what_it_moves(dtype: str) -> None:
 
 @pytest.mark.filterwarnings("error:Casting complex")
 def test_an_update_of_complex_numbers_has_two_parts() -> None:
-    """The imaginary part of an update is a tenth too small, and the update less than a thousand millionth."""
+    """The imaginary part of an update is a tenth too small, and the update below 1e-9 of the parameters."""
 
     class Complex(Rows):
         def trained(self, case: Any, dtype: torch.dtype, data: Any, *, ranks: bool = False) -> Mapping[str, Tensor]:
@@ -152,7 +152,7 @@ def test_an_update_of_complex_numbers_has_two_parts() -> None:
 
 
 def test_values_of_parameters_that_never_move_are_judged_by_themselves() -> None:
-    """What ranks round when they begin would hide a movement of 0, and does not hide the value."""
+    """Rounding of the initial value would hide a movement of 0; it does not hide a wrong value."""
 
     class Begun(Rows):
         def trained(self, case: Any, dtype: torch.dtype, data: Any, *, ranks: bool = False) -> Mapping[str, Tensor]:
@@ -194,7 +194,7 @@ def test_whole_numbers_that_follow_from_rounding_are_bounded_and_no_others() -> 
 
 
 class OutOfSight(Rows):
-    """Its truth computes in numpy: a gradient that nearly cancels has no rounding there."""
+    """A subject whose truth computes in numpy, without the ranks' rounding of a gradient that nearly cancels."""
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
         weights = drawn(case.seed, case.width, case.width, std=0.5).to(getattr(torch, case.dtype)).double().numpy()

@@ -147,7 +147,7 @@ FIVE = torch.tensor(5.0, dtype=torch.float64)
 
 
 class Apart:
-    """Five times its truth with two micro-batches, and a metric that rounding sets apart on every other rank."""
+    """A loss of five times the truth with two micro-batches, and a metric that differs by rounding on other ranks."""
 
     words, truth = {"micro": (1, 2), "steps": 1}, staticmethod(lambda case, device: {"loss/0": FIVE, "metric/0": FIVE})
 

@@ -26,7 +26,7 @@ Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Averaged:
-    """Its loss is a mean over valid samples, whose numbers differ by data rank; `mean` says how it is made."""
+    """A subject whose loss is a mean (`mean`) over valid samples, whose numbers differ by data rank."""
 
     words, cases, truth = {"micro": 2}, ("dp=3",), "alone"
 
@@ -77,7 +77,7 @@ def spread(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class WithTruth:
-    """Its loss adds up a function of each micro-batch, times a factor; so does its own dense model's."""
+    """A subject whose loss is a sum over micro-batches times a factor, as in its own dense model."""
 
     words, cases = {"micro": 2}, ("dp=2",)
 
@@ -109,7 +109,7 @@ class WithTruth:
 def test_a_model_of_whole_micro_batches_breaks_no_law(
     of_batch: Any, factor: Callable[[Any], float], true_factor: Callable[[Any], float], found: tuple[str, str]
 ) -> None:
-    """But a factor of sizes is wrong, though the truth shares it."""
+    """A factor that depends on sizes is wrong even if the truth has it too."""
     verdict = law(WithTruth(of_batch, factor, true_factor), "dp=2")
     assert verdict.verdict == found[0] and found[1] in verdict.message, verdict.message
 

@@ -30,7 +30,7 @@ HERE, SHORT = "tests/harness/running/test_lower_precision.py", "micro=1 steps=1"
 
 
 class Experts(Network):
-    """Its hidden layer is computed in a lower dtype, on one rank too; its truth has no such thing."""
+    """A subject whose hidden layer computes in a lower dtype, also on one rank; its truth does not."""
 
     words = {**own_words.WORDS, "act": ("relu", "bf16", "fp16", "fp32", "tenth", "little")}
     cases = ("tp=2 dp=3 act=bf16 dtype=float32", "tp=2", "dp=2")
@@ -85,7 +85,7 @@ def test_bfloat16_inside_is_no_excuse_for_a_factor_or_a_missing_sum(monkeypatch:
 
 
 def sums_travel_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On several ranks alone."""
+    """Let sums over more than one rank travel in this dtype."""
     summed = own_words.Reduced.forward
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -111,7 +111,7 @@ def test_sums_of_activations_that_travel_in_bfloat16(monkeypatch: pytest.MonkeyP
     ("calls", "verdict"), [("all_reduce over tp", "pass"), ("all_reduce over dp", "fail"), ("all_gather", "fail")]
 )
 def test_a_wire_is_stated_by_op_and_axis(calls: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And another call of the dtype is not stated with it."""
+    """A statement about one call says nothing of other calls in the same dtype."""
     sums_travel_in(torch.bfloat16, monkeypatch)
     result = proved(Network(wire_dtype={calls: "bfloat16"}), f"tp=2 dtype=float32 {SHORT}", explain=False)
     assert result.verdict == verdict, told(result)
@@ -120,7 +120,7 @@ def test_a_wire_is_stated_by_op_and_axis(calls: str, verdict: str, monkeypatch: 
 
 
 def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the subject does so on one rank too."""
+    """This holds although the subject rounds them on one rank too."""
     right = own_words._stepped
 
     def rounded(parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def test_what_is_no_dtype_is_refused_before_anything_is_run(name: str) -> None:
 
 @pytest.mark.parametrize(("shy", "verdict"), [(False, "fail"), (True, "unknown")])
 def test_on_several_ranks_alone_it_is_wrong(shy: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that the model has; where no run on one rank shows it, it stays unknown."""
+    """The model does not round so. If no run on one rank can show that, the case stays unknown."""
     sums_travel_in(torch.float32, monkeypatch)
     summing = Network(refuses=lambda case: "needs ranks" if shy and case.world_size == 1 else "")
     result = proved(summing, f"tp=2 dp=3 {SHORT}")

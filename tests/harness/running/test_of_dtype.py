@@ -115,6 +115,6 @@ def test_a_dtypes_bound_that_changes_nothing_makes_no_other_function() -> None:
 
 
 def test_a_truth_of_numpy_whose_loss_cancels_is_one_function() -> None:
-    """Its operators are not seen, so no run with moved results shows how much rounding changes a small difference."""
+    """Operators of numpy are not seen, so no run with moved results shows how rounding changes a small difference."""
     result = proved(numpy_truth.subject, "dp=2 micro=3 dtype=bfloat16 seed=4247")
     assert verdict_of(result, "truth").verdict == PASS

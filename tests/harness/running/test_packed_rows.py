@@ -40,7 +40,7 @@ def backward_alone(x: Tensor, numbers: Tensor) -> Tensor:
 
 
 def other_rows(x: Tensor, numbers: Tensor) -> Tensor:
-    """Its own document, and a mean over all rows."""
+    """A function of the row's own document, and beside it a mean over all rows."""
     return own(x, numbers) + x.mean(0)
 
 

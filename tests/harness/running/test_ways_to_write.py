@@ -51,7 +51,7 @@ def loss_of(w: Weights, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def by_numpy(w: Weights, x: Tensor, labels: Tensor) -> Tensor:
-    """Its scores pass through numpy, which no mode of torch sees."""
+    """A loss whose scores pass through numpy, which no mode of torch sees."""
     scores = scores_of(w, x)
     beside = torch.from_numpy(scores.detach().double().numpy() * 0.0).to(scores.dtype)
     return functional.cross_entropy((scores + beside).flatten(0, 1), labels.flatten())

@@ -93,7 +93,7 @@ def _crossed(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _surplus(case: Case, device: torch.device) -> Mapping[str, Any]:
-    """Our subject, and one call more."""
+    """Our subject with one more call."""
     dist.all_reduce(torch.zeros(3, device=device))
     return subject(case, device)
 

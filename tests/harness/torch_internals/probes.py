@@ -302,7 +302,7 @@ def _waits() -> bool:
     otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
 )
 def _calls_by_private_names() -> bool:
-    """Of every method that is answered under two names, torch has one."""
+    """Whether torch has one of the two names of every method that has two."""
     owners = dist.ProcessGroup, dist.Work
     return all(any(hasattr(owner, name) for owner in owners for name in pair) for pair in _PRIVATE_NAMES.items())
 

@@ -1,4 +1,4 @@
-"""Chosen steps of a run, which witnesses see alone."""
+"""Chosen steps of a run: witnesses see no others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -16,7 +16,7 @@ from shardproof.reference.model.layers import attention, visible
 from tests.parallel.ranks import CPU, Calls, numbers, on_ranks
 
 Method = Callable[..., Tensor]
-"""(q, k, v, axis=, slices=) -> context, of one rank."""
+"""Attention of one rank: (q, k, v, axis=, slices=) -> context."""
 METHODS: dict[str, Method] = {
     "ring": ring_attention,
     "ring awaited": partial(ring_attention, overlap=False),
@@ -27,7 +27,7 @@ NAMES = ("context", "grad of q", "grad of k", "grad of v")
 
 
 def full_row(rows: int, length: int, heads: int, kv_heads: int, *, dim: int = 3, seed: int = 0) -> list[Tensor]:
-    """q, k and v of whole rows, large enough for weights far from equal."""
+    """q, k and v of whole rows, large enough that attention weights are far from equal."""
     return [2 * numbers(rows, length, n, dim, seed=seed + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
 
 
@@ -47,17 +47,17 @@ def hidden(length: int, cu_seqlens: Tensor | None, padding: int = 0) -> Tensor |
 
 
 def ordered(order: str, length: int, ranks: int) -> tuple[Tensor, ...]:
-    """The places of every rank, by the name of their order."""
+    """The places of every rank in this order, zigzag or contiguous."""
     return (zigzag if order == "zigzag" else contiguous)(length, ranks)
 
 
 def backward(context: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Context, and the gradients of q, k, v when the context's gradient is its own cosine."""
+    """The context, and the gradients of q, k, v when the gradient of the context is the cosine of the context."""
     return [context.detach(), *torch.autograd.grad(context, (q, k, v), context.detach().cos())]
 
 
 def dense(full: list[Tensor], cu_seqlens: Tensor | None = None, padding: int = 0) -> list[Tensor]:
-    """Results by the dense model's attention.
+    """Context and gradients (`backward`) by the dense model's attention.
 
     They are 0 for the last `padding` tokens, which see nothing and are not seen.
     """
@@ -68,7 +68,7 @@ def dense(full: list[Tensor], cu_seqlens: Tensor | None = None, padding: int = 0
 
 
 def on_axis(method: Method, full: list[Tensor], slices: Slices, *, observer: Calls | None = None) -> list[Tensor]:
-    """Results by a method on as many ranks as there are slices, put together again."""
+    """Context and gradients by a method on as many ranks as there are slices, put together again."""
     ranks = len(slices.held)
     case = Case.of(tp=ranks, heads=ranks, kv_heads=ranks, hidden=2 * ranks, ffn=ranks)
 
@@ -82,13 +82,13 @@ def on_axis(method: Method, full: list[Tensor], slices: Slices, *, observer: Cal
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
-    """The largest absolute error of each of the four; inf where one is no number."""
+    """The largest absolute error of each of NAMES; inf if it is NaN."""
     distances = (float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
     return {name: math.inf if math.isnan(far) else far for name, far in zip(NAMES, distances, strict=True)}
 
 
 def wrong(found: list[Tensor], expected: list[Tensor], *, limit: float = 1e-12) -> list[str]:
-    """Which of the four are not equal."""
+    """Those of NAMES that differ by more than `limit`."""
     return [name for name, far in error(found, expected).items() if far > limit]
 
 
@@ -98,5 +98,5 @@ def together(parts: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
 
 
 def work(slices: Slices, rank: int, owner: int) -> int:
-    """Pairs of a query of one rank and a key of another that meet."""
+    """The number of pairs of a query of `rank` and a key of `owner` that it sees."""
     return int(slices.visible(slices.held[rank], slices.held[owner]).sum())

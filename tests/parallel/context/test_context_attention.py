@@ -101,7 +101,7 @@ def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.
     rows=st.integers(1, 3),
 )
 def test_slices_partition_row_and_together_is_inverse(order: str, ranks: int, length: int, rows: int) -> None:
-    """For every length, also one that leaves ranks without a token; bit for bit."""
+    """This holds bit for bit for every length, also one that leaves ranks without a token."""
     held = ordered(order, length, ranks)
     assert len(held) == ranks
     assert torch.equal(torch.cat(held).sort().values, torch.arange(length))

@@ -18,7 +18,7 @@ from tests.parallel.ranks import outcome
 
 
 def payloads(words: str, op: str, phase: str, axis: str) -> Counter[int]:
-    """Bytes of the calls of one kind that ranks issue together, each counted on every rank."""
+    """Bytes of a call -> the number of such calls of one kind, on all ranks together."""
     case, found = Case.parse(words), Counter[int]()
     for term in subject.expected(case):
         if (term.op, term.phase, term.axis) == (op, phase, axis) and term.region.endswith(".mlp"):
@@ -51,7 +51,7 @@ def test_what_is_sent_is_received_and_equal_loads_are_arithmetic() -> None:
     ],
 )
 def test_choices_return_after_their_period(routing: str, sizes: str) -> None:
-    """So that rows are counted once for all micro-batches that begin at the same place of it."""
+    """Rows are counted once for all micro-batches that begin at the same place of the period."""
     words = f"{SIZES} {sizes} tp=1 ep=1 routing={routing} top_k=3 steps=2 micro=5"
     case = Case.parse(words)
     tokens = torch.arange(1000)
@@ -67,7 +67,7 @@ def test_choices_return_after_their_period(routing: str, sizes: str) -> None:
 
 
 def test_padded_rows_are_numbers_of_the_case() -> None:
-    """C = ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts; no rank need be informed."""
+    """The capacity is ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts, so ranks do not exchange counts."""
     words = f"{SIZES} tp=2 dp=2 ep=4 etp=1 routing=skewed capacity=1.5 drop=position pad=true"
     assert payloads(words, "all_to_all", "forward", "ep") == {6 * 8 * 16 * 8: 2 * 2 * 4, 6 * 8 * 8: 2 * 4}
     assert payloads(words, "all_gather", "forward", "etp_ep") == {}
@@ -111,7 +111,7 @@ def far(found: dict[str, Tensor], must: dict[str, Tensor], *kinds: str) -> float
 
 
 def test_balance_losses_weigh_the_same_however_a_batch_is_grouped() -> None:
-    """Effective factor 1 at every tp, cp, dp and number of micro-batches (experts.md 21.5), to rounding."""
+    """Up to rounding the losses have the factor 1 at every tp, cp, dp and micro (experts.md 21.5)."""
     balanced = "aux_loss=1.0 sequence_loss=0.5 z_loss=0.1"
     alone = _outcome(f"mode=tp tp=1 dp=1 micro=4 {balanced}")
     plain = _outcome("mode=tp tp=1 dp=1 micro=4")
@@ -123,7 +123,7 @@ def test_balance_losses_weigh_the_same_however_a_batch_is_grouped() -> None:
 
 
 def test_a_capacity_of_the_micro_batch_drops_the_same_rows_on_any_ranks() -> None:
-    """Other than one of each rank's tokens, which depends on who holds them (experts.md 21.3)."""
+    """With a capacity of each rank, the rows that are dropped depend on the ranks that hold them (experts.md 21.3)."""
     capacity, grouping = "capacity=0.7 capacity_of", "mode=tp-sp tp=2 cp=2 dp=2 micro=2 ep=2 etp=1"
     alone = _outcome(f"mode=tp tp=1 dp=1 micro=4 {capacity}=micro-batch")
     assert far(_outcome(f"{grouping} {capacity}=micro-batch"), alone, "grad/", "param/", "loss/") < 1e-10

@@ -139,7 +139,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 @st.composite
 def heads_and_ranks(draw: st.DrawFn, /) -> tuple[Heads, int]:
-    """At least one kv head for each rank."""
+    """Heads with at least one kv head for each rank."""
     ranks = draw(st.integers(1, 6))
     kv = draw(st.integers(ranks, ranks + 6))
     return Heads(query=kv * draw(st.integers(1, 4)), kv=kv, size=draw(st.integers(1, 5))), ranks

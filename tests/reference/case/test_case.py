@@ -109,7 +109,7 @@ def test_mlp_widths_are_those_of_the_published_models() -> None:
     ],
 )
 def test_words_about_several_ranks_leave_with_them(text: str, axis: str) -> None:
-    """Unless they are given again: then the rule speaks."""
+    """If they are given again, the case breaks a rule."""
     case = Case.parse(text)
     word = "cp_comm" if axis == "cp" else "schedule"
     alone = case.but(**{axis: 1})

@@ -51,7 +51,7 @@ def test_a_folder_of_torch_is_read_as_torch_reads_it(written: Path) -> None:
 
 
 def test_plans_that_megatron_core_keeps_beside_it_are_left_aside(written: Path) -> None:
-    """Its metadata has the plans of all ranks in a field of its own."""
+    """Megatron's metadata has the plans of all ranks in a further field."""
     metadata = FileSystemReader(written).read_metadata()
     item = _create_write_item_for_tensor("a", torch.ones(3, 4))
     vars(metadata)["all_local_plans"] = [SavePlan([item], storage_data=_StoragePrefix("__0_"), planner_data={1: "a"})]

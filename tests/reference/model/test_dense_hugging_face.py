@@ -109,7 +109,7 @@ NAMED = {"gpt": as_gpt2, "opt": as_opt}
 
 
 def of_hugging_face(case: Case) -> torch.nn.Module:
-    """Its model with our weights."""
+    """The model of Hugging Face with our weights."""
     model, named = {"gpt": gpt2, "opt": opt}.get(case.family, llama)(case), NAMED.get(case.family, as_llama)
     missing, unexpected = model.load_state_dict(named(case, weights(case, CPU)), strict=False)
     assert unexpected == [] and missing == (["lm_head.weight"] if case.tied else [])

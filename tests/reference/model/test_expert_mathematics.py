@@ -113,7 +113,7 @@ H, Q, KV, HEADS = 7168, 1536, 512, 128
 ATTENTION = H * Q + Q + Q * HEADS * (128 + 64) + H * (KV + 64) + KV + KV * HEADS * (128 + 128) + HEADS * 128 * H + 2 * H
 EXPERT, TABLE = 3 * H * 2048, 129280 * H
 ROUTED = ATTENTION + 256 * EXPERT + EXPERT + 256 * H
-"""Of one layer with experts: latent attention and two norms, 256 experts, the shared one, the router."""
+"""Parameters of one layer with experts: latent attention and two norms, 256 experts, the shared one, the router."""
 
 
 def test_deepseek_v3() -> None:

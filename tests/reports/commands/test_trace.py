@@ -118,7 +118,7 @@ CASE = Case.parse("mode=tp-sp tp=2 dp=2 layers=1 hidden=16 heads=2 seq=4")
 
 
 def stating(expected: Callable[[Any], Any] | None = None, *, extra: bool = False) -> Callable[..., Mapping[str, Any]]:
-    """Ours under another closed form, with one all_reduce more on request."""
+    """Our subject with another closed form, and on request with one all_reduce more."""
 
     def program(case: Any, device: torch.device) -> Mapping[str, Any]:
         outcome = ours(case, device)

@@ -231,7 +231,7 @@ def test_a_run_that_lost_its_ledger_lacks_every_event(runs: dict[str, Path], cop
 
 @pytest.mark.parametrize("name", ["ledger.csv", "verdicts.jsonl", "memory.csv"])
 def test_a_run_that_was_cut_off_is_no_pass_whatever_the_limit(folder: Path, tmp_path: Path, name: str) -> None:
-    """Its last calls are lost, so that nothing has grown."""
+    """The last calls of such a run are lost, so no number has grown."""
     cut = shutil.copytree(folder, tmp_path / "cut")
     (cut / name).write_bytes((cut / name).read_bytes()[:-4])
     for base, new in ((folder, cut), (cut, folder)):

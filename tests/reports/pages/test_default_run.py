@@ -43,7 +43,7 @@ MEASURE = (
     "<script>addEventListener('load', () => parent.postMessage("
     "[name, document.documentElement.scrollWidth - innerWidth, document.body.scrollHeight], '*'))</script></body>"
 )
-"""In a page that is shown in a frame: how much wider than the frame it is, and how tall."""
+"""A script for the page in a frame: it tells how much wider than the frame the page is, and how tall."""
 LISTEN = (
     "<script>addEventListener('message', ({data}) => { document.body.append(Object.assign("
     "document.createElement('pre'), {textContent: JSON.stringify(data)})) })</script>"

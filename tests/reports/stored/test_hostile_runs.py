@@ -199,7 +199,7 @@ def measured(out: str, count: int) -> None:
 
 
 def test_many_events_take_bounded_time_and_memory(tmp_path: Path) -> None:
-    """In a process of its own: the most memory that this one ever had is that of other tests."""
+    """A process of its own measures the memory, since the peak of this process may be that of other tests."""
     process = started(measured, str(tmp_path), 1_000_000 if DEEP else 20_000, folder=tmp_path)
     assert process.ended(600.0) == 0, process.err
     busy_s, most_mib = map(float, process.out.split())

@@ -101,9 +101,9 @@ def processors_of_rank(processors: Iterable[int], rank: int, world_size: int) ->
 class CpuAffinity:
     """The processors on which this process runs; it may use those that it started with.
 
-    Where processors are no more than ranks, a rank stays on one of them with all its threads. A call on gloo wakes
-    several threads of a rank one after another. On processors that are shared anyway, a wake-up on the processor that
-    is awake costs half of one across. Threads and processes that a rank starts inherit its processors.
+    If there are no more processors than ranks, a rank stays on one of them with all its threads. A call on gloo wakes
+    several threads of a rank one after another. Since ranks share processors anyway, it pays that a wake-up on the
+    processor that is awake costs half of one on another. Threads and processes that a rank starts inherit this.
     """
 
     def __init__(self) -> None:
