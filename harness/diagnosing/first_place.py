@@ -12,7 +12,8 @@ The kind of the first wrong name in the order of training (`causes.places.order_
                    replicas of p differ; otherwise backward. The module is that of the first wrong gradient
     tokens/s, grad_norm/s
                    the sums over ranks between the last backward and the optimizer's step
-    param/p        the optimizer's step; likewise states after a step (param_after/s/p, exp_avg_after/s/p)
+    param/p        the optimizer's step; likewise states after a step (param_after/s/p, exp_avg_after/s/p). The module
+                   is that of the first wrong one, or none if all are wrong
 
 If step s - 1 is right and step s begins wrong, the update of step s - 1 is the place, unless the parameters after it
 are known to be right: as returned, or in a run of the same case that ended there (`Search.earlier`).
@@ -140,7 +141,11 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         region = _first_module_of(evidence, strays[0], name) or region
     if kind == "param" or is_state(name):
         others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
-        region = region if len(others) == 1 else ""  # one module in several layers counts as one
+        # One module in several layers counts as one. Of several, the first is named where others are updated right.
+        updated = {
+            other for other in evidence.run.tensors if kind_of(other) == kind and other in evidence.truth.tensors
+        }
+        region = region if len(others) == 1 or not updated <= {*wrong} else ""
     beside = (ranks_in_words(evidence, name), name_surrounding_modules(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
 

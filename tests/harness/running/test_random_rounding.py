@@ -165,3 +165,12 @@ def test_sparse_gradients_and_matrices_are_taken_in_every_run_and_moved_by_round
         with moved:
             after = train_with_sparse_tensors(dtype)
         assert 0 < float((after - right).norm() / right.norm()) < 100 * UNIT
+
+
+def test_a_square_parameter_that_is_read_transposed_keeps_its_first_value() -> None:
+    weight = torch.randn(5, 5, requires_grad=True)
+    with FirstValues() as probe:
+        X[:5, :5].float() @ weight
+        turned = weight.detach().t().requires_grad_()  # a leaf of the same memory, as hand-written backwards make one
+        X[:5, :5].float() @ turned
+    assert torch.equal(first_values({"param/w": weight.detach(), **probe.found})[1]["w"], weight)
