@@ -99,7 +99,7 @@ def load_checkpoint(case: Case, parameters: Mapping[str, Tensor], stepper: torch
     """
     checkpoint = stored_tensors(case) if case.load else {}
 
-    def stored(name: str, shape: torch.Size) -> Tensor:
+    def read_stored(name: str, shape: torch.Size) -> Tensor:
         found = checkpoint.get(name)
         if found is None or found.shape != shape:
             rule = f"holds no {name} of shape {tuple(shape)}"
@@ -108,11 +108,11 @@ def load_checkpoint(case: Case, parameters: Mapping[str, Tensor], stepper: torch
 
     with torch.no_grad():
         for name, parameter in parameters.items() if checkpoint else ():
-            parameter.copy_(stored(f"model.{name}", parameter.shape))
+            parameter.copy_(read_stored(f"model.{name}", parameter.shape))
             state = {key: checkpoint.get(f"optimizer.state.{name}.{key}") for key in _MOMENTS[case.optimizer]}
             if state and None not in state.values():  # none where every step was skipped
                 state = {key: tensor.to(parameter, copy=True) for key, tensor in state.items() if tensor is not None}
-                step = stored(f"optimizer.state.{name}.step", torch.Size()).clone()
+                step = read_stored(f"optimizer.state.{name}.step", torch.Size()).clone()
                 stepper.state[parameter] = {"step": step, **state}
 
 
