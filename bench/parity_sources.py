@@ -291,7 +291,8 @@ with cuda_on_cpu(available={available}):
 
 _TITAN_WORDS = (
     "--module llama3 --config llama3_debugmodel --debug.seed 4SEED --training.disable_cuda_graphs "
-    "--training.mixed_precision_param float32 --training.seq_len 16 --training.steps 4 --training.local_batch_size "
+    "--training.mixed_precision_param float32 --parallelism.spmd_backend partial_dtensor --training.seq_len 16 "
+    "--training.steps 4 --training.local_batch_size "
 )
 _FLEX = """import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxOutput, create_mask
