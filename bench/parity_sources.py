@@ -367,9 +367,16 @@ PRETRAIN_GPT = Program(
     name="Megatron-LM/pretrain_gpt",
     folder="Megatron-LM",
     script="on_cpu.py",
-    changes=tuple(  # for Python 3.11
-        (f"megatron/training/models/{file}.py", "Literal, override", "Literal; from typing_extensions import override")
-        for file in ("gpt", "hybrid")
+    changes=(
+        *(  # for Python 3.11
+            (f"megatron/training/models/{file}.py", ", override\n", "\nfrom typing_extensions import override\n")
+            for file in ("gpt", "hybrid")
+        ),
+        (  # gradients are float64 here
+            "megatron/core/optimizer/clip_grads.py",
+            "assert param.grad.type() == 'torch.cuda.FloatTensor'",
+            "assert param.grad.is_floating_point()",
+        ),
     ),
     files={"on_cpu.py": _on_cpu('run_path("pretrain_gpt.py"', available=True, first=_COMPILER)},
     first=f"1 {_GPT_WORDS}4",
