@@ -359,10 +359,11 @@ _GPT_WORDS = (
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--seed 4SEED --micro-batch-size "
 )
-_COMPILER = """os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+_MEGATRON_NEEDS = """os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
 os.environ["MAKEFLAGS"] = "LIBEXT=" + sysconfig.get_config_var("EXT_SUFFIX")
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 """
-"""It compiles a module for the Python that is first in PATH."""
+"""It compiles a module for the Python that is first in PATH, and asks for the variable of CUDA."""
 PRETRAIN_GPT = Program(
     name="Megatron-LM/pretrain_gpt",
     folder="Megatron-LM",
@@ -378,7 +379,7 @@ PRETRAIN_GPT = Program(
             "assert param.grad.is_floating_point()",
         ),
     ),
-    files={"on_cpu.py": _on_cpu('run_path("pretrain_gpt.py"', available=True, first=_COMPILER)},
+    files={"on_cpu.py": _on_cpu('run_path("pretrain_gpt.py"', available=True, first=_MEGATRON_NEEDS)},
     first=f"1 {_GPT_WORDS}4",
     layouts={
         "tp2": f"2 {_GPT_WORDS}4 --tensor-model-parallel-size 2",
