@@ -279,7 +279,7 @@ PICOTRON_PP = _picotron(
 
 
 def _on_cpu(run: str, *, available: bool, first: str = "") -> str:
-    """A script that runs a program of CUDA on the CPU: CUDA's questions are answered, torch.compile compiles nothing."""
+    """A script that runs a program of CUDA on the CPU, which answers for CUDA; torch.compile compiles nothing."""
     return f"""import os, runpy, sys, sysconfig
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 {first}

@@ -11,6 +11,7 @@ from shardproof.harness.parity.axes import axes_of
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.parity.samples import check_samples, describe_difference, describe_own_order, samples_of
 from shardproof.harness.programs.values import ValueRow, append_values
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 
