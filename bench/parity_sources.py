@@ -342,13 +342,7 @@ TORCHTITAN = Program(
         ),
     },
     first=f"1 {_TITAN_WORDS}4",
-    layouts={
-        "fsdp2": f"2 {_TITAN_WORDS}2",
-        "tp2": f"2 {_TITAN_WORDS}4 --parallelism.tensor_parallel_degree 2",
-        "fsdp2tp2": f"4 {_TITAN_WORDS}2 --parallelism.tensor_parallel_degree 2",
-        "pp2": f"2 {_TITAN_WORDS}4 --parallelism.pipeline_parallel_degree 2 "
-        "--parallelism.pipeline_parallel_schedule 1F1B --parallelism.pipeline_parallel_microbatch_size 2",
-    },
+    layouts={"fsdp2": f"2 {_TITAN_WORDS}2", "tp2": f"2 {_TITAN_WORDS}4 --parallelism.tensor_parallel_degree 2"},
     same_init=True,
 )
 
@@ -381,12 +375,7 @@ PRETRAIN_GPT = Program(
     ),
     files={"on_cpu.py": _on_cpu('run_path("pretrain_gpt.py"', available=True, first=_MEGATRON_NEEDS)},
     first=f"1 {_GPT_WORDS}4",
-    layouts={
-        "tp2": f"2 {_GPT_WORDS}4 --tensor-model-parallel-size 2",
-        "tp2 sequence": f"2 {_GPT_WORDS}4 --tensor-model-parallel-size 2 --sequence-parallel",
-        "dp2": f"2 {_GPT_WORDS}2",
-        "pp2": f"2 {_GPT_WORDS}2 --pipeline-model-parallel-size 2",
-    },
+    layouts={"tp2": f"2 {_GPT_WORDS}4 --tensor-model-parallel-size 2", "dp2": f"2 {_GPT_WORDS}2"},
     same_init=True,
 )
 
