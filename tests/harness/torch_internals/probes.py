@@ -33,7 +33,6 @@ from shardproof.harness.torch_internals.autograd import (
     next_number,
     number_of,
     storage_id,
-    told_of_backward,
     version_of,
     when_backward_ends,
     without_version,
@@ -145,31 +144,6 @@ def _is_called() -> bool:
     with called_by(lambda original: lambda module, *given: calls.append(1) or original(module, *given)):  # type: ignore[func-returns-value]
         nn.Identity()(torch.ones(1))
     return calls == [1]
-
-
-@probe(
-    "losses of programs under parity",
-    names="torch.autograd.Variable._execution_engine",
-    otherwise="no loss is recorded, and parity is unknown",
-)
-def _is_told_of_backward() -> bool:
-    told: list[Any] = []
-    x = torch.ones(1, requires_grad=True)
-    with told_of_backward(lambda tensors, gradients: told.append((*tensors, *gradients))):
-        for loss in (x.sum(), x.prod()):
-            loss.backward()
-        torch.autograd.grad(x.sum(), x)
-        by_engine = x.mean()
-        torch.autograd.Variable._execution_engine.run_backward(  # as Megatron-Core's pipelines do
-            tensors=(by_engine,),
-            grad_tensors=(torch.ones(()),),
-            keep_graph=False,
-            create_graph=False,
-            inputs=(),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-    return len(told) == 3 and told[-1][0] is by_engine and x.grad is not None and x.grad.item() == 3
 
 
 @probe(
