@@ -1,9 +1,9 @@
 """Parity of published training programs, and of mistakes planted in them: `python -m bench.parity_programs SOURCES`.
 
 SOURCES is a folder with the checked-out repositories that bench.parity_sources names (examples, picotron_tutorial,
-build-nanogpt). Each program is copied, with changed sizes and devices, and launched on one rank and in its layouts. An
-edit is a mistake that is substituted into the copy. The packages that a program imports must be installed, except those
-that need a GPU.
+build-nanogpt, Megatron-LM) and torchtitan, the unpacked wheel of 0.3.0. Each program is copied, with changed sizes and
+devices, and launched on one rank and in its layouts. An edit is a mistake that is substituted into the copy. The
+packages that a program imports must be installed, except those that need a GPU.
 """
 
 import argparse

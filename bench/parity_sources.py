@@ -278,6 +278,108 @@ PICOTRON_PP = _picotron(
 )
 
 
+def _on_cpu(run: str, *, available: bool, first: str = "") -> str:
+    """A script that runs a program of CUDA on the CPU, which answers for CUDA; torch.compile compiles nothing."""
+    return f"""import os, runpy, sys, sysconfig
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+{first}
+from shardproof import cuda_on_cpu
+with cuda_on_cpu(available={available}):
+    runpy.{run}, run_name="__main__")
+"""
+
+
+_TITAN_WORDS = (
+    "--module llama3 --config llama3_debugmodel --debug.seed 4SEED --training.disable_cuda_graphs "
+    "--training.mixed_precision_param float32 --parallelism.spmd_backend partial_dtensor --training.seq_len 16 "
+    "--training.steps 4 --training.local_batch_size "
+)
+_FLEX = """import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxOutput, create_mask
+def flex_attention(q, k, v, *, block_mask, scale, enable_gqa, **words):
+    mask = create_mask(block_mask.mask_mod, *block_mask.shape[:2], q.shape[2], k.shape[2], device="cpu")
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), AuxOutput()
+"""
+"""A stand-in for torch's flex_attention, which has no backward on a CPU."""
+TORCHTITAN = Program(
+    name="torchtitan",
+    folder="torchtitan",
+    script="on_cpu.py",
+    changes=(
+        ("torchtitan/tools/utils.py", '= _get_available_device_type() or "cuda"', '= "cpu"'),
+        ("torchtitan/tools/utils.py", "_get_device_module(device_type)", '_get_device_module("cuda")'),
+        (  # torch 2.13 has no such function
+            "torchtitan/distributed/utils.py",
+            "torch.distributed.set_timeout(timeout, group)",
+            "pass",
+        ),
+        (
+            "torchtitan/models/common/attention.py",
+            "torch.compile(\n        flex_attention,\n        options=inductor_configs,\n    )",
+            '__import__("flex_on_cpu").flex_attention',
+        ),
+        *(
+            ("torchtitan/models/llama3/__init__.py", old, new)
+            for old, new in (
+                ("    dim = 256\n", "    dim = 32\n"),
+                ("    n_heads = 16\n", "    n_heads = 4\n"),
+                ("    n_layers = 6\n", "    n_layers = 2\n"),
+                ("=2048", "=64"),
+            )
+        ),
+        (  # Each rank reads the documents of a part of the file, so that two ranks read another batch than one.
+            "torchtitan/hf_datasets/text_datasets.py",
+            "split_dataset_by_node(ds, dp_rank, dp_world_size)",
+            "ds.shard(dp_world_size, dp_rank, contiguous=False)",
+        ),
+    ),
+    files={
+        "on_cpu.py": _on_cpu('run_module("torchtitan.train"', available=False),
+        "flex_on_cpu.py": _FLEX,
+        **{f"tests/assets/tokenizer/{name.partition('/')[2]}": text for name, text in _TINY.items()},
+        "tests/assets/c4_test/data.json": "\n".join(
+            json.dumps({"text": " ".join(random.Random(number).choices(_WORDS, k=16))}) for number in range(40)
+        ),
+    },
+    first=f"1 {_TITAN_WORDS}4",
+    layouts={"fsdp2": f"2 {_TITAN_WORDS}2", "tp2": f"2 {_TITAN_WORDS}4 --parallelism.tensor_parallel_degree 2"},
+    same_init=True,
+)
+
+_GPT_WORDS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 62 --make-vocab-size-divisible-by 1 --global-batch-size 4 "
+    "--train-iters 4 --lr 1e-3 --eval-iters 0 --eval-interval 100 --attention-dropout 0 --hidden-dropout 0 "
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--seed 4SEED --micro-batch-size "
+)
+_MEGATRON_NEEDS = """os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+os.environ["MAKEFLAGS"] = "LIBEXT=" + sysconfig.get_config_var("EXT_SUFFIX")
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+"""
+"""It compiles a module for the Python that is first in PATH, and asks for the variable of CUDA."""
+PRETRAIN_GPT = Program(
+    name="Megatron-LM/pretrain_gpt",
+    folder="Megatron-LM",
+    script="on_cpu.py",
+    changes=(
+        *(  # for Python 3.11
+            (f"megatron/training/models/{file}.py", ", override\n", "\nfrom typing_extensions import override\n")
+            for file in ("gpt", "hybrid")
+        ),
+        (  # gradients are float64 here
+            "megatron/core/optimizer/clip_grads.py",
+            "assert param.grad.type() == 'torch.cuda.FloatTensor'",
+            "assert param.grad.is_floating_point()",
+        ),
+    ),
+    files={"on_cpu.py": _on_cpu('run_path("pretrain_gpt.py"', available=True, first=_MEGATRON_NEEDS)},
+    first=f"1 {_GPT_WORDS}4",
+    layouts={"tp2": f"2 {_GPT_WORDS}4 --tensor-model-parallel-size 2", "dp2": f"2 {_GPT_WORDS}2"},
+    same_init=True,
+)
+
+
 def _library(name: str, script: str, launcher: str = "", **more: Any) -> Program:
     """A script of bench.parity_trainers. Its arguments are the rows of a rank and how many batches are accumulated.
 
@@ -306,6 +408,8 @@ PROGRAMS = (
     PICOTRON_TP,
     PICOTRON_DP,
     PICOTRON_PP,
+    TORCHTITAN,
+    PRETRAIN_GPT,
     TRAINER,
     PEFT,
     ACCELERATE,

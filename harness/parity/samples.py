@@ -72,13 +72,13 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     if not pairs:
         return Samples(step=step, sources={}, parts={}, problem=_why_not_compared(first, second, mine, theirs))
     of_parts = _count_parts(mine, theirs, pairs[0])
-    calls = _calls_once(mine)
+    calls = [given for given in _calls_once(mine) if all(own in given for own, _ in pairs)]
     finder = _RowFinder(calls, [own for own, _ in pairs], of_parts)
     sources: dict[tuple[int, int], tuple[Source | None, ...]] = {}
     read: dict[int, list[object]] = {}
     for (rank, call), tensors in sorted(theirs.items(), key=lambda one: one[0]):
         if not all(other in tensors and _are_alike(calls[0][own], tensors[other]) for own, other in pairs):
-            continue  # a later stage of a pipeline receives what the one before it returns
+            continue  # a later stage of a pipeline, or a head that is called by itself, receives what was computed
         own, other = pairs[0]
         parts = of_parts * tensors[other].shape[1] // calls[0][own].shape[1] if of_parts > 1 else 1
         rows = _rows_of(tensors, [other for _, other in pairs], parts)
@@ -234,6 +234,11 @@ def _place_of(name: str, leaf: str) -> str:
     return f"{name}/{leaf}" if leaf else name
 
 
+def _module_of(place: str) -> str:
+    """The module that received what is at this place, "" for the model."""
+    return place.rpartition(":")[0]
+
+
 def _calls_once(tensors: Tensors) -> list[Mapping[str, Tensor]]:
     """The micro-batches of a launch, without repeats by ranks that read the same."""
     calls: list[Mapping[str, Tensor]] = []
@@ -256,14 +261,22 @@ def _common_names(mine: Tensors, theirs: Tensors) -> list[tuple[str, str]]:
 
 
 def _batches_of(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors of one micro-batch whose first dim is that of rows, by place, integers first."""
+    """The tensors of one micro-batch whose first dim is that of rows, by place, integers first.
+
+    Floats count where the first module received them: those of a head or a loss that is called by itself are computed.
+    """
     if not tensors:
         return {}
     given = tensors[min(tensors)]
+    first = _module_of(next(iter(given)))
     rows = [one.shape[0] for one in given.values() if not one.is_floating_point()] or [
         one.shape[0] for one in given.values()
     ]
-    found = {name: one for name, one in given.items() if one.shape[0] == rows[0] and one.numel()}
+    found = {
+        name: one
+        for name, one in given.items()
+        if one.shape[0] == rows[0] and one.numel() and (not one.is_floating_point() or _module_of(name) == first)
+    }
     return dict(sorted(found.items(), key=lambda one: one[1].is_floating_point()))
 
 

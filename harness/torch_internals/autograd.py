@@ -77,6 +77,34 @@ def called_by(caller: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ite
 
 
 @contextmanager
+def told_of_backward(tell: Callable[[Any, Any], object]) -> Iterator[None]:
+    """Within it `tell(tensors, their gradients)` is called before a backward that accumulates gradients.
+
+    torch.autograd.backward is not enough: Megatron-Core's pipelines call the engine. Uses
+    torch.autograd.Variable._execution_engine; without it nothing is told.
+    """
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+    class Engine:
+        """The engine, with a `run_backward` that tells."""
+
+        def run_backward(self, tensors: Any, grad_tensors: Any, *args: Any, **words: Any) -> Any:
+            """Run a backward, torch's arguments and result."""
+            if words.get("accumulate_grad"):
+                tell(tensors, grad_tensors)
+            return engine.run_backward(tensors, grad_tensors, *args, **words)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+    if engine is None:
+        yield
+    else:
+        with replace_attribute(torch.autograd.Variable, "_execution_engine", Engine()):
+            yield
+
+
+@contextmanager
 def allow_disabled_hooks(own: Callable[[], graph.saved_tensors_hooks | None]) -> Iterator[None]:
     """Within it, transforms of torch.func may disable hooks on saved tensors if all those in force are ones that `own`
     returns.

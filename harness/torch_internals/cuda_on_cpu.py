@@ -233,7 +233,8 @@ def _forget_rules() -> None:
 
 def _properties(*_: object) -> SimpleNamespace:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return SimpleNamespace(name="cpu", major=0, minor=0, total_memory=total, multi_processor_count=1, warp_size=1)
+    names = dict.fromkeys(("name", "gcnArchName"), "cpu")  # the second is what torch's compiler asks for without CUDA
+    return SimpleNamespace(**names, major=0, minor=0, total_memory=total, multi_processor_count=1, warp_size=1)
 
 
 _ANSWERS: dict[str, Any] = {

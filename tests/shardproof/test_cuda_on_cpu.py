@@ -64,7 +64,9 @@ def test_streams_events_devices_and_random_states_are_answered() -> None:
         assert torch.equal(torch.rand(3), drawn)
         torch.cuda.manual_seed_all(3)
         assert torch.equal(torch.rand(3, device="cuda"), torch.rand(3, generator=torch.Generator().manual_seed(3)))
-        assert torch.cuda.get_device_properties(0).total_memory > 0 and torch.cuda.memory_allocated() == 0
+        properties = torch.cuda.get_device_properties(0)
+        assert properties.total_memory > 0 and torch.cuda.memory_allocated() == 0
+        assert properties.gcnArchName == properties.name  # else torch.compile raises AttributeError
 
 
 def test_it_stays_until_the_last_one_of_several_threads_has_left() -> None:

@@ -1,11 +1,9 @@
 """torch's hooks of a process through which values are recorded. Each asks for the recorder of its thread."""
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -15,7 +13,7 @@ from shardproof.harness.programs.tensors import numerics
 from shardproof.harness.programs.tensors.names import Enclosing
 from shardproof.harness.programs.tensors.recorder import ValueRecorder
 from shardproof.harness.programs.tensors.updates import watch_clipping, watch_clipping_of_fsdp
-from shardproof.harness.torch_internals.autograd import called_by
+from shardproof.harness.torch_internals.autograd import called_by, told_of_backward
 
 
 class RecordingHooks:
@@ -34,15 +32,7 @@ class RecordingHooks:
         self._on_modules = register_module_forward_hook(self._on_output)
         register_optimizer_step_pre_hook(self._on_stepping)
         register_optimizer_step_post_hook(self._on_stepped)
-        backward = torch.autograd.backward
-
-        @functools.wraps(backward)
-        def begin_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **words: Any) -> None:
-            if (recorder := self._recorder_of()) is not None:
-                recorder.on_backward(tensors)
-            backward(tensors, grad_tensors, *args, **words)
-
-        torch.autograd.backward = begin_backward
+        self._on_calls.enter_context(told_of_backward(self._on_backward))
         watch_clipping(self._on_clipping, self._on_norm)
 
     def watch_fsdp(self) -> None:
@@ -68,6 +58,10 @@ class RecordingHooks:
     def _on_output(self, module: nn.Module, _args: object, output: object) -> None:
         if (recorder := self._recorder_of()) is not None:
             recorder.on_output(module, output)
+
+    def _on_backward(self, tensors: Any, gradients: Any) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_backward(tensors, gradients)
 
     def _on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         recorder = self._recorder_of()

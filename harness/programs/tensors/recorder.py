@@ -171,10 +171,10 @@ class ValueRecorder:
         if mode:
             self._guard(self._modules.leave if mode == _RECORDS else self._modules.leave_again, module, output)
 
-    def on_backward(self, tensors: object) -> None:
-        """Backward is about to begin from these tensors."""
+    def on_backward(self, tensors: Any, gradients: Any) -> None:
+        """Backward is about to begin from these tensors, with these gradients of theirs."""
         if self._takes and current_task() == -1:
-            self._guard(self._updates.take_losses, tensors)
+            self._guard(self._updates.take_losses, tensors, gradients)
 
     def on_clipping(self, parameters: list[Tensor]) -> None:
         """The gradients of these parameters are about to be clipped."""

@@ -7,7 +7,7 @@ of which it is the master; otherwise it has no name.
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,12 +50,14 @@ class UpdateValues:
         for kept in (self._optimizers, self._masters, self._taken, self._received):
             kept.clear()
 
-    def take_losses(self, tensors: object) -> None:
+    def take_losses(self, tensors: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Backward begins from these tensors: single numbers are losses; stages of a pipeline begin
-        from larger ones.
+        from larger ones, whose memory may have been freed already: then only the gradient shows their shape.
         """
-        for _place, tensor in tensors_in(tensors):
-            if tensor.numel() != 1:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if not isinstance(tensor, Tensor) or tensor.numel() != 1:
+                continue
+            if gradient is not None and gradient.shape != tensor.shape:
                 continue
             self.store.add(self.store.make_row("loss", _NOWHERE, call=self._losses), tensor)
             self._losses += 1

@@ -11,6 +11,7 @@ from shardproof.harness.parity.axes import axes_of
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.parity.samples import check_samples, describe_difference, describe_own_order, samples_of
 from shardproof.harness.programs.values import ValueRow, append_values
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 
@@ -149,3 +150,17 @@ def test_rows_that_are_padded_to_the_longest_of_their_batch_find_each_other(left
     assert check_samples([samples_of(first, right, 0)]).verdict == "pass"
     wrong = recorded(tmp_path / "c", [padded(0, 2, left=left), padded(0, 3, left=left)])
     assert check_samples([samples_of(first, wrong, 0)]).verdict != "pass"
+
+
+def test_a_head_that_is_called_by_itself_receives_no_samples(tmp_path: Path) -> None:
+    """torchtitan's model leaves its head to the loss, which calls it for one part of the tokens after the other."""
+
+    def headed(*numbers: int, error: float) -> Given:
+        hidden = [{"head:args/0": TOKENS[[*numbers], part : part + 2] / 7 + error} for part in (0, 2, 4, 6)]
+        return [{**rows(*numbers)[0], **hidden[0]}, *hidden[1:]]
+
+    first = recorded(tmp_path / "first", [headed(0, 1, 2, 3, error=0.0)])
+    second = recorded(tmp_path / "second", [headed(2, 0, error=1e-15), headed(1, 3, error=1e-15)])
+    assert check_samples([samples_of(first, second, 0)]).verdict == PASS
+    wrong = recorded(tmp_path / "wrong", [headed(2, 0, error=1e-15), headed(1, 1, error=1e-15)])
+    assert check_samples([samples_of(first, wrong, 0)]).verdict == FAIL

@@ -181,3 +181,23 @@ def test_the_compiler_starts_at_no_code_of_the_harness(monkeypatch: pytest.Monke
         known.cache_clear()
     compiler.leave_uncompiled()
     assert InprocGroup.broadcast.__code__ in kept
+
+
+def test_a_backward_that_accumulates_is_told_however_it_begins() -> None:
+    told: list[Any] = []
+    x = torch.ones(1, requires_grad=True)
+    with autograd.told_of_backward(lambda tensors, gradients: told.append((*tensors, *gradients))):
+        for loss in (x.sum(), x.prod()):
+            loss.backward()
+        torch.autograd.grad(x.sum(), x)
+        by_engine = x.mean()
+        torch.autograd.Variable._execution_engine.run_backward(  # as Megatron-Core's pipelines do
+            tensors=(by_engine,),
+            grad_tensors=(torch.ones(()),),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    assert len(told) == 3 and told[-1][0] is by_engine and x.grad is not None and x.grad.item() == 3
