@@ -105,7 +105,7 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
     later = later or evidence.search.observed != (0, 0)  # and so do later activations
     for word in () if later else dict.fromkeys(_WORDS.get(size, size) for size in sizes):
         cases = _of_other_size(evidence.run.case, word, steps=max(step_of(first), 0) + 1)
-        others += list(islice((seen for case in cases if (seen := _elsewhere(trial, case, first))), 1))
+        others += list(islice((seen for case in cases if (seen := _elsewhere(trial, case))), 1))
     return evidence.with_found(others=tuple(others))
 
 
@@ -156,7 +156,7 @@ def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Ev
         return evidence
 
 
-def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
+def _elsewhere(trial: Trial, case: CaseLike) -> Evidence | None:
     """The evidence of the same subject in another case; None if the case is refused or cannot be run."""
     other = trial.of_case(case)
     if not trial.has_time("elsewhere"):
