@@ -8,12 +8,12 @@ that rounding had on this very tensor: the distance of the right run from the tr
 its movement, its value less its first value. The checks promise (docs/checks.md) to allow FACTOR times that effect of
 rounding, or the floors of the dtype if they are more. Half an epsilon of a stored parameter is added for every step.
 
-One right run may be near the truth by luck, for example in two elements, or because run and truth round alike to a
+One right run may be near the truth by luck, for example with two elements, or because run and truth round alike to a
 lower precision than the case's. So a change beyond BOTH times what is allowed is also compared with MORE right runs, in
 which all numbers are moved by a random part of their rounding.
 
-If such a change still passes, that is a defect of the checks. `foreign_bugs-*.csv` has one row for every edit. Changes
-and roundings are shares of the truth.
+If it is beyond that too, it is a defect of the checks. `foreign_bugs-*.csv` has one row for every edit. Changes and
+roundings are shares of the truth, for parameters of their movement.
 
 Cases are drawn for all subjects of `bench.foreign` in turn: layouts, sizes, seeds and dtypes. A subject may state as
 `dtypes` the dtypes that it takes; otherwise it takes those of DTYPES.
@@ -78,7 +78,7 @@ def subject_of(name: str) -> NamedSubject:
 
 
 def drawn_cases(count: int, first_seed: int = 0, names: Sequence[str] = SUBJECTS, dtype: str = "any") -> list[Drawn]:
-    """`count` cases, the same for the same arguments. The subjects take turns, so that a process has all of them."""
+    """`count` cases, the same for the same arguments. The subjects take turns."""
     names = [name for name in names if _dtypes(name, dtype)]
     shares = {name: count // len(names) + (place < count % len(names)) for place, name in enumerate(names)}
     of_subjects = [_cases_of(name, share, first_seed, dtype) for name, share in shares.items()]
@@ -241,7 +241,7 @@ def change(
     floors: Mapping[str, float],
     least: float,
 ) -> Change:
-    """The change in the measure in which it is most times what is allowed; `errors` are the effects of rounding."""
+    """The change in the measure with the most `units`; `errors` are the effects of rounding."""
     own, half = floors["own"], floors["half"]
     rms = max(float(moved.norm()) / math.sqrt(moved.numel() or 1), least)
     out = shift[shift.abs() > own * moved.abs()]
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of text: what was not found, the largest change in units of what is allowed first, then counts."""
+    """Lines of text: what was not found, defects first and then by units of what is allowed; then counts."""
     left = [row for row in rows if row.verdict in (PASSED, UNDECIDED)]
     for row in sorted(left, key=lambda row: (row.defect, row.units), reverse=True):
         yield f"{'DEFECT ' if row.defect else ''}{row.verdict}: {row.subject} {row.case!r}: {row.edit}"

@@ -5,7 +5,7 @@
     placements   | down projections are split by rows with latent_down=column
     partial      | the gradients of duplicated down projections, if hidden states are split
     activation   | the latents; they lie as hidden states do, and before their norms are whole with latent_down=column
-    rows         | the calls of the table below; up projections are column linears
+    rows         | the calls of the table below; those of column linears for up projections, and for column down ones
 
 Down projections make short latents, one of queries and one of keys with values, and the rotary features of a key, which
 are the same for all heads. Every rank projects the latents up to its own heads. So it needs all features of both:
@@ -80,7 +80,7 @@ class LatentAttention(Attention):
     latent_queries: bool
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k [.., .., N, D], v [.., .., N, E] of this rank's heads, in the layout of hidden states."""
+        """q and k [.., .., N, D], v [.., .., N, E] of this rank's heads, dims in the order of hidden states."""
         dim = self.heads.dim
         latent = self.wdq(x) if self.latent_queries else self.wq(x)
         kv_latent, turned = self._enter_latent(self.wdkv(x))

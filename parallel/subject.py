@@ -15,7 +15,7 @@ for the first case that has them. A mode of `reference.language.core` is the fil
 or else one of the table of `parallel.schemes.tensor`. The strategy there is called like it: `TP_SP` for mode=tp-sp. A
 file of `reference.features` is implemented by the module of its name, `parallel.NAME`, or `parallel.NAME.scheme` where
 that is a folder. The module has `apply(strategy, case)`, and may have `AFTER`, the features that are applied before it.
-A feature without such a module changes no strategy, and neither does one that a case has no word of.
+A feature without such a module changes no strategy, nor does one whose words have their default values.
 """
 
 import threading
@@ -47,7 +47,7 @@ from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import declared_words, not_default
 
 SCHEMES: dict[str, Strategy] = {}
-"""Value of `mode=` -> the strategy on which the other schemes build; filled with the modes that were used so far."""
+"""Value of `mode=` -> its strategy before features change it; filled with the modes that were used so far."""
 HERE = Path(__file__).parent
 Applied = Callable[[Strategy, Case], Strategy]
 
@@ -90,7 +90,7 @@ def strategy_of(case: Case) -> Strategy:
 
 @lru_cache(maxsize=16)
 def _compose(strategy: Strategy, case: Case) -> Strategy:
-    """Apply the features of a case, once: every tensor needs them."""
+    """The strategy with the features of a case applied. It is cached, since every tensor needs it."""
     for apply in _features(case):
         strategy = apply(strategy, case)
     return strategy
@@ -173,7 +173,7 @@ class ParallelSubject:
         return (f"mode={case.mode}", *(name.replace("_", " ") for name in own))
 
     def expected(self, case: Case) -> Iterable[CompleteTerm]:
-        """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
+        """The calls of all ranks over the whole run of a case it does not refuse, variants left aside."""
         return tuple(terms(case, rows_of(case)))
 
     def beside(self, case: Case) -> Iterable[tuple[str, str]]:
@@ -193,8 +193,8 @@ class ParallelSubject:
     def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Box, ...] | None:
         """The boxes of `act/<module>` [dp*batch, seq, width] (packed [dp, batch*seq, width]) that `local` holds.
 
-        `local` is the module's output in micro-batch 0 of step 0, or the gradient in it. None when the module's
-        output has no counterpart in the dense model.
+        `local` is the module's output in the observed micro-batch (by default 0 of step 0), or its gradient. None when
+        the module's output has no counterpart in the dense model.
         """
         if case.variant:
             wrong: tuple[Box, ...] | None = _with_variant(case.variant).activations(

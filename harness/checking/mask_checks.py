@@ -1,17 +1,17 @@
 """The check of dropout masks (`mask/<step>/<site>`), which show the elements that each rank kept.
 
 Replicated masks belong to the check `replicas`. If the dense model knows the masks, they must equal its masks bit for
-bit. Then exact tests look for masks that are too improbable (`ALARM`):
+bit. Where masks were recorded as torch drew them, recomputation must have drawn none of its own (`anew`). Then exact
+tests look for masks that are too improbable (`ALARM`):
 
-    anew        recomputation drew no mask of its own, where masks were recorded as torch drew them
     rate        every mask of a rank keeps as many elements as its rate says (binomial)
     shards      ranks that hold different parts of the same samples drew independent masks (hypergeometric)
     draws       no two masks of a rank, or of two stages of a pipeline, are equal, whatever they were drawn for
 
 Ranks that hold different samples may draw equal masks: Megatron's data-parallel ranks do.
 
-Tests are two-sided, each with twice the smaller tail, which is summed term by term from the exact distribution.
-`ALARM` is the probability with which the check of a right program fails at all, so it is divided among its tests.
+`rate` and `shards` are two-sided: twice the smaller tail, summed term by term from the exact distribution. A right
+program fails this check at most with the probability `ALARM`, which is divided among its tests.
 """
 
 import math
@@ -39,7 +39,7 @@ _NEGLIGIBLE = 1e-17
 
 @lru_cache(maxsize=1024)
 def binomial(count: int, trials: int, probability: float) -> float:
-    """The probability of a count at least as far from its mean, among independent trials of this probability."""
+    """Twice the smaller tail of a count, at most 1, among independent trials of this probability."""
     if not 0 < probability < 1:
         return float(count == trials * probability)
 
@@ -52,7 +52,7 @@ def binomial(count: int, trials: int, probability: float) -> float:
 
 @lru_cache(maxsize=1024)
 def hypergeometric(both: int, total: int, first: int, second: int) -> float:
-    """The probability of an overlap at least as far from its mean between independent sets: Fisher's exact test.
+    """Twice the smaller tail, at most 1, of the overlap of two independent sets.
 
     The sets have `first` and `second` out of `total` elements.
     """
@@ -107,7 +107,7 @@ class _Test:
 
 
 def check_masks(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
-    """Whether dropout kept the elements that it should, by the masks that ranks returned."""
+    """Whether dropout kept the elements that it should, by the masks that ranks returned or that were recorded."""
     names = [name for name in run.returned if kind_of(name) == KIND]
     if not names:
         return None

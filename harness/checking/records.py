@@ -66,7 +66,7 @@ class Calls:
 class MaskDraws:
     """Masks of dropout that were recorded as torch drew them: rates by name.
 
-    `anew`: line of the user and rank of masks drawn in backward, by a recomputation that does not repeat its forward.
+    `anew`: (line of the program, rank) of masks drawn in backward, by a recomputation that does not repeat its forward.
     """
 
     rates: Mapping[str, float]
@@ -153,9 +153,9 @@ class Controls:
     amplified   the same with CONTROL_FACTOR times as much rounding; empty until an error needs them
     distances   name -> how far control runs are from the truth, for tensors that are too large to be kept
     adam_bound  name -> how far every element may be off because Adam follows rounding; empty for other optimizers
-    relu_flips  name -> what a relu within rounding of zero may change; empty until an error needs it
+    relu_flips  for each side, name -> what a relu within rounding of zero may change; empty until an error needs it
     states      the subject's own states from which the steps of truth and controls began, by name; None if each step
-                began where their own step before it ended
+                began where the one before had ended
     """
 
     runs: tuple[Mapping[str, Tensor], ...] = ()
@@ -305,13 +305,13 @@ class Located:
 class Search:
     """What was found to explain a failure.
 
-    shares            what was computed with the dense model (DenseModelLike.shares)
+    shares            gradients and losses of step 0 by micro-batch (DenseModelLike.shares)
     others            evidence of the same subject in cases that differ in one size, if a cause needs them
     earlier           evidence and findings of the same case, ended before the first wrong step; None if states were
                       returned after every step, or if that run was impossible
     located           the first wrong module, when it was looked for without a declared layout
     low_precision_op  the operator that rounds on several ranks and not on one, if it explains the errors; else ""
-    drawn             numbers that ranks drew in forward and the truth did not; None where there are none
+    drawn             numbers that only ranks, or only the truth, drew in forward; None where there are none
     other_samples     how the samples of the ranks differ from those of the truth; None where they do not
     other_start       a parameter that a rank begins with other values than the truth; None without one
     unsummed          by rank, the running sum of squares of its gradients, before any sum over ranks
@@ -347,7 +347,7 @@ class Evidence:
 
     @property
     def records(self) -> tuple[object, ...]:
-        """The records that checks may read. After a run without numbers these have no tensors."""
+        """The records that checks may read. After a dry run those with tensors are left out."""
         numbers = () if self.dry else (self.run, self.truth)
         made = (self.run.calls, self.claims, *numbers, self.repeats, self.regroupings, self.documents, self.dry)
         return tuple(record for record in made if record is not None)

@@ -17,7 +17,7 @@ from shardproof.harness.verdicts.facts import WhenKind
 Proved = tuple["bool | None", tuple[str, ...]]
 """Whether a case fails for the same reason (None if that cannot be told), and the checks that fail."""
 _COMBINED = 8
-"""A further value of a word is added only if it has at most this many combinations with the other words to run."""
+"""A further value of a word is tried only if it makes at most this many combinations with the other words."""
 
 
 class OutOfTime(Exception):
@@ -110,7 +110,7 @@ class _Trial:
         return self._known.get(str(case), (None, ()))
 
     def right(self, one: Needed, value: Right) -> Right | None:
-        """`value` if the case passes with it, else None.
+        """`value` if the case does not fail for the same reason with it, else None.
 
         Further words are dropped where the case is the same without them.
         """

@@ -41,7 +41,7 @@ CHECKS: Mapping[str, Check] = {
     **{name: make_numeric_check(name) for name in NUMERIC},
     "update": check_update,
 }
-"""Checks of numbers, in the order in which training computes them."""
+"""Checks of layouts first, then of numbers in the order in which training computes them."""
 LISTED = 5
 """The most names that a message lists."""
 
@@ -89,7 +89,7 @@ def prepare_comparison(first: Launch, second: Launch) -> LaunchComparison:
     count = min(first.steps, second.steps)
     found = [samples_of(first, second, step) for step in range(count)]
     axes = axes_of(second, found[0]) if found else {}
-    # A program that clips by hand shows gradients after clipping alone.
+    # A program that clips by hand shows gradients only after clipping.
     reading = Reading(received=is_clipped(first) != is_clipped(second))
     tensors, flaws = full_tensors(first, reading)
     initial = {n.removeprefix("init/"): tensor for n, tensor in tensors.items() if n.startswith("init/")}

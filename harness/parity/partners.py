@@ -1,11 +1,11 @@
 """Finds by initial values which part of which parameter of the first launch each parameter of the second one is.
 
-A layout that the program states is tried first, then the parts of the parameter with the same name. If their numbers
-differ, all parameters are searched: a pipeline stage numbers its layers from 0, and one weight may hold several (q, k
-and v). A part is cut along one dim, in any order: slices are recognised by their bits. A tensor whose elements are all
-equal (a bias of zeros) does not show its place. It is placed as the weight of its module is, or by its name and shape,
-or in the one free parameter that it fits. All of this is decided before anything is computed, and holds for all later
-comparisons.
+A layout that the program states is the only one tried, except Megatron's. Else the parts of the parameter with the same
+name are tried. If their numbers differ, all parameters are searched: a pipeline stage numbers its layers from 0, and
+one weight may hold several (q, k and v). A part is cut along one dim, in any order: slices are recognised by their
+bits. A tensor whose elements are all equal (a bias of zeros) does not show its place. It is placed as the weight of its
+module is, or by its name and shape, or in the one free parameter that it fits. All of this is decided before anything
+is computed, and holds for all later comparisons.
 """
 
 from collections import Counter
@@ -199,7 +199,7 @@ class _Index:
         return places
 
     def _slices_like(self, local: Tensor, dim: int) -> Mapping[bytes, Sequence[tuple[str, int]]]:
-        """Bits -> parameter and number of every slice along `dim` that has the shape and dtype of this tensor's."""
+        """Bits in this tensor's dtype -> parameter and number of every slice along `dim` of the shape of its slices."""
         rest = (*local.shape[:dim], *local.shape[dim + 1 :])
         key = dim, rest, local.dtype
         if key not in self._slices:
@@ -289,7 +289,7 @@ class _Search:
         return left
 
     def by_name(self, one: _Parameter, renames: Mapping[str, str]) -> SlicePlacement | None:
-        """The placement in the parameter of its name, by its module or its shape."""
+        """The placement beside the matrix of its module, else in the parameter of its name by shape."""
         name = self.index.known_name(_rename(one.row.name, renames))
         return self._beside_matrix(one, name) or self._by_shape(one, name)
 
@@ -307,7 +307,7 @@ class _Search:
                 self.placements[rows[0][0].key] = rows[0][1]
 
     def _beside_matrix(self, one: _Parameter, name: str) -> SlicePlacement | None:
-        """The placement of a vector without telling numbers: as the rows of its module's matrix."""
+        """The placement of a vector that its numbers did not place: as the rows of its module's matrix."""
         module, _, leaf = one.row.name.rpartition(".")
         initial = self.index.initial
         if (
@@ -356,7 +356,7 @@ class _Search:
         return SlicePlacement(dim=dim, pieces=(piece,), known=self._has_numbers(one, [piece], dim))
 
     def _part_of_rank(self, rank: int, parts: int) -> int | None:
-        """Which of so many equal parts the rank holds of another parameter whose numbers show it; None without one."""
+        """Which of `parts` equal parts of another parameter the rank is known to hold; None without one."""
         for (own, _), placement in self.placements.items():
             if own == rank and placement.known and len(placement.pieces) == 1:
                 piece = placement.pieces[0]

@@ -8,12 +8,11 @@
 | collective | region, op: "layers.0.mlp.w1 all_reduce" | see below | payload bytes | push / pop; async: mark |
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
-A collective's category is its op, the global ranks of its group and its dtype, "all_reduce 0,1 float32": a range holds
-but one number.
-With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose marks a rank's calls are
-counted. A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or
-a step has no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers
-it. An async collective is a mark, because no range may claim a time that is not measured.
+A collective's category is its op, the global ranks of its group and its dtype, "all_reduce 0,1 float32": a range has
+room for one number, the bytes. With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose
+marks a rank's calls are counted. A step's range begins with its first forward and ends with its optimizer step. The
+stretch after a backward or a step has no phase yet, since it follows from later events (harness.recording.attribution),
+so no phase range covers it. An async collective is a mark, because no range may claim a time that is not measured.
 """
 
 import importlib.metadata
@@ -33,8 +32,8 @@ from shardproof.harness.recording.observations import Entered, Issued, Left, Obs
 
 DOMAIN = "shardproof"
 _DRAWN, _HIDDEN = -1, -2
-"""Modules among the open ranges of a lane: with a range of their own, or without one if they have
-no name of their own.
+"""Modules among the open ranges of a lane: with a range of their own, or without one, since they have no name of their
+own or were entered while nothing was drawn.
 """
 
 
@@ -42,7 +41,7 @@ def open_domain() -> Any:
     """The nvtx domain, which records when a tool is attached and costs next to nothing when none is.
 
     nvtx >= 0.2.12 needs an Nsight Systems that knows whether a domain is enabled. Under others (2022.4, 2023.2) it
-    hands out a domain that drops everything silently. Then a domain is made around its question. Raises MachineError
+    hands out a domain that drops everything silently. Then a domain is made without asking. Raises MachineError
     when a tool is attached and the domain would still drop everything.
     """
     domain = nvtx.get_domain(DOMAIN)

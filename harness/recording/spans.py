@@ -3,7 +3,7 @@
 A forward begins when a model with parameters is called, or with the delivery of its batch just before. A backward
 begins when it reaches that model's output. Either ends when the rank does something else outside of modules and
 backward: messages between stages, the next forward or backward, reductions, updates. So calls inside, and waiting for
-them, count as computing. Units: microseconds.
+them, count as computing; only the first wait for a message between stages ends it. Units: microseconds.
 
 On a device the host's clock would give the time at which work was enqueued, so CUDA events in its streams are the clock
 (Stopwatch). Recording an event waits for nothing, so the streams run as they would. The time between the two events of
@@ -59,7 +59,7 @@ def rank_spans(
     waited_us: Mapping[int, float],
     start_s: float,
 ) -> tuple[RankSpan, ...]:
-    """The spans of one rank in order of their ends; none if it sent and received no message between stages.
+    """The computations of one rank in order of their ends, then its calls; none without a message between stages.
 
     `attribution` has read these observations. `events` are the rank's, `waited_us` is when it first waited for the call
     of that index, `start_s` the time at which times begin.
@@ -72,7 +72,7 @@ def rank_spans(
     for seen in observations:
         reading.feed(seen, phases)
     awaited = sorted(at for ticket, at in waited_us.items() if phases.get(ticket) == _MESSAGES)
-    computed = [  # up to the first wait for each message in it
+    computed = [  # up to the first wait for a message in it
         replace(span, end_us=next((at for at in awaited if span.start_us < at < span.end_us), span.end_us))
         for span in reading.spans
     ]
@@ -94,7 +94,7 @@ def rank_spans(
 
 
 class _Forward(NamedTuple):
-    """A forward that began: its lane, the first autograd node that it may make, and its number."""
+    """A forward that began: its lane, the number of the first autograd node that it may make, and what it computes."""
 
     lane: int
     number: int

@@ -7,10 +7,10 @@ A fault is killed when a check fails that passes without it (`run` if the ranks 
 equivalent if no check can notice it, because the disturbed program computes the same; this takes a proof. Any other
 fault has survived. Times are seconds.
 
-A rule proves it from the fault alone, in words; `subject.harmless(case, fault)` states what a subject knows of its
-mathematics. Two more proofs need a run, and hold for its case. UNCHANGED: every call left the very bits that it leaves
-undisturbed. UNREAD: every call but the disturbed ones did, and all that the subject returns has the same bits. That no
-check fails is never taken for a proof.
+A rule proves equivalence from the fault alone, in words; `subject.harmless(case, fault)` states what a subject knows of
+its mathematics. Two more proofs need a run, and hold for its case. UNCHANGED: every call left the very bits that it
+leaves undisturbed. UNREAD: every call but the disturbed ones did, and all that the subject returns has the same bits.
+That no check fails is never taken for a proof.
 
 The kill matrix has a row for each planted bug, fault or variant in each mode, and figures over all rows. Times are
 seconds from planting to the verdict. `region_right` and `cause_right` are "yes", "no" or "" where the row has no place
@@ -176,7 +176,7 @@ def survey_faults(
     """The results of these faults, by default all legal ones. The dense model is computed once.
 
     With `first_only` the run with a fault is not repeated once a check of the single run has failed. Raises
-    RequestError if the subject without a fault does not finish, or passes no check.
+    RequestError if the subject fails without a fault or passes no check, and MachineError if the machine does.
     """
     given = resolve_subject(subject)
     known = reference_of(given, engine, timeout_s)
@@ -188,7 +188,7 @@ def survey_faults(
 
 
 def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
-    """The targets whose loss on every rank no check notices."""
+    """The targets in groups of several ranks whose loss no check notices and no rule excuses."""
     by_target: dict[Target, dict[str, FaultResult]] = {}
     for result in results:
         if result.fault.kind in {"drop", "poison"} and result.fault.rank < 0:
@@ -325,7 +325,7 @@ class Kill(Answer):
 
     @classmethod
     def of(cls, cells: Mapping[str, str]) -> "Kill":
-        """The row with these cells, by column. Why a row is equivalent, or has no verdict, is not stored."""
+        """The row with these cells, by column. Why a row is equivalent, and that it has no verdict, is not stored."""
         words = {name: cells[name] for name in ("name", "kind", "stands_for", "mode", "phase", "region")}
         words |= {name: cells[name] for name in ("region_right", "cause_right", "cause_told", "twin", "when")}
         return cls(
@@ -348,7 +348,7 @@ COLUMNS: tuple[str, ...] = (
 class Figures:
     """Figures of a matrix; shares are (how many, of how many).
 
-    `cause_right` counts the rows that have a right cause; the other shares of causes count all diagnosed rows.
+    `cause_right` is out of the rows that have a right cause, other shares of causes out of all diagnosed rows.
     `cause_more` are rows with a wrong cause beside the right one. `unfinished` rows, which the machine could not
     finish, count in no share. `when_told` are rows for which needed words were found, `twin_quiet` those that are quiet
     without the bug.
@@ -393,7 +393,7 @@ def figures(rows: Sequence[Kill]) -> Figures:
 
 
 def killed_alone(rows: Iterable[Kill], checks: Sequence[str]) -> dict[str, tuple[int, int, str]]:
-    """Check -> how many rows it kills, how many it alone kills, and the name of the first of these, else ""."""
+    """Check -> how many rows it kills, how many it alone kills, and the first of these not held back, or ""."""
     figures_by_check = {check: (0, 0, "") for check in checks}
     for row in rows:
         for check in row.killed_by:

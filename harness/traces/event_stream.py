@@ -37,7 +37,8 @@ Json = dict[str, Any]
 
 
 class TraceEvents:
-    """The events for which `wants(category, name)`, and those whose category is not known before they are read.
+    """At least the events for which `wants(category, name)`; all events of small files, and of those whose events do
+    not begin with the category.
 
     `header` holds the other entries of the file, all of them once the events have been read. Raises RequestError for a
     file that cannot be read, is cut, or is no trace.

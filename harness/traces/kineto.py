@@ -2,9 +2,9 @@
 
 A call is up to three nested rows: `c10d::` (the operator), `record_param_comms`, `nccl:` (the backend). Since torch 2.2
 the middle row has the fields of the call. In older traces it has none, and is written for waits too, so the `nccl:` row
-stands for the call; its argument, if shapes were recorded, is what was sent. gloo writes `c10d::` rows alone. Kernels
-give times, and belong to calls by `External id`. They are not counted: a trace begins with kernels of an earlier step,
-and a coalesced kernel carries out several calls.
+stands for the call; its argument, if shapes were recorded, is what was sent. With gloo the `c10d::` row is the call,
+and its own `gloo:` rows give times. Kernels give times, and belong to calls by `External id`. They are not counted: a
+trace begins with kernels of an earlier step, and a coalesced kernel carries out several calls.
 """
 
 import math
@@ -281,7 +281,7 @@ def _build_trace(source: str, header: Json, rows: _Rows) -> Trace:
 
 
 def backend_word(op: str) -> str:
-    """Name in gloo's own rows of the call that carries out an op of the ledger."""
+    """The name that gloo's own rows give to an op of the ledger."""
     return "all_reduce" if op == "reduce_scatter" else op
 
 

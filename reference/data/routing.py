@@ -6,8 +6,8 @@
     one      the same top_k experts for all tokens
 
 Tokens are numbered through all steps of a training. Tokens of a row are numbered by their places, rows of a micro-batch
-one after the other, micro-batches as in `reference.data.batches`. Everything here is integers: the rows that a rank
-sends can be counted without a model.
+one after the other, micro-batches as in `reference.data.batches`. No model is needed here: the rows that a rank sends
+can be counted without one.
 """
 
 import math

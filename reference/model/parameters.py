@@ -1,8 +1,9 @@
-"""Every parameter of the dense model: its name, its shape, and its full value from seed and name alone.
+"""Every parameter of the dense model: its name, its shape, and its full value, which follows from the case alone.
 
 Shapes count elements; a linear weight is [out, in]. `attention.wqkv.weight` holds, per kv group, the group's query
 heads, then its key head, then its value head: rows (kv_heads, heads/kv_heads + 2, head_dim). The vocabulary is never
-padded here. Nothing is 0 or 1 where a wrong treatment of a 0 or a 1 could hide (biases, norm weights).
+padded here. No bias and no norm weight is 0 or 1, where a wrong treatment could hide, unless init=field. With
+init=shard the ranks draw the values, and return them.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from shardproof.reference.model.randomness import field_values, given_now
 
 Shape = tuple[int, ...]
 _LARGE = 2**20
-"""A weight of more elements is not kept after its use."""
+"""`LastRead` keeps no weight of more elements."""
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -57,8 +58,8 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
 
     Values are drawn uniformly in float64 from a generator seeded with sha256(seed, name), with init=field as in
     `field_values`, then rounded. So every dtype, mode and mesh starts from the same numbers. With `load=` it is the
-    checkpoint's. Raises ValueError for a name that the case does not have, and for init=shard, which leaves the values
-    to each rank.
+    checkpoint's, and with init=shard the one that was given. Raises ValueError for a name that the case does not have,
+    and CaseError if no value was given, or the checkpoint is of another model.
     """
     if torch.device(device).type == "meta":
         return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
@@ -69,7 +70,7 @@ def drawn_weight(case: Case, name: str) -> Tensor:
     """The full value of a parameter on the CPU, shared by all callers: never written to.
 
     Parameters are kept until those of another model are drawn. Raises ValueError for a name that the case does not
-    have, and CaseError if init=shard leaves the values to each rank.
+    have, and CaseError as `full` does.
     """
     shape, dtype = _shape(case, name), dtype_of(case)
     if case.load:

@@ -69,7 +69,7 @@ def _parse_limit(text: str) -> Limit:
 def describe_breaches(
     asked: Iterable[Limit], events: "pd.DataFrame", sizes: "pd.DataFrame", memory: "pd.DataFrame", times: "pd.DataFrame"
 ) -> tuple[str, ...]:
-    """Sentences about limits that are broken, with the place, one each.
+    """A sentence for each place at which a limit is broken.
 
     `events`: of `differences.fold_changes`; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes;
     `memory`: case, saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.

@@ -1,7 +1,7 @@
 """Figures of a recorded program, as frames: traffic, modules, steps, ranks, laws. Nothing is printed.
 
-Only what follows from the recording: durations are those of calls that are waited for at once, on the host's clock.
-Lateness is computed if all ranks share a clock. Bytes, microseconds.
+Only what follows from the recording: durations are those of calls that are waited for at once, on the host's clock or,
+in traces, the device's. Lateness needs one clock for all ranks, except in traces. Bytes, microseconds.
 """
 
 from collections import Counter
@@ -89,8 +89,8 @@ def list_exchanges(run: Run) -> pd.DataFrame:
     """The places whose all-to-alls send different numbers of rows to the ranks.
 
     Columns: region (layers folded), phase, axis, calls (of all ranks), rows, busiest (the rank that gets most rows),
-    its busiest_rows and busiest_bytes, balance (its rows over the mean of the ranks of its axis), worst (the balance of
-    one exchange).
+    its busiest_rows and busiest_bytes, balance (its rows over the mean of the ranks of its axis), worst (the
+    greatest balance of one exchange).
     """
     events = add_group_ranks(run)
     sent = events.get("sent_rows", pd.Series("", index=events.index)).astype("str")
@@ -130,8 +130,8 @@ def _row_of_exchange(key: Any, rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def steps_by_rank(run: Run) -> pd.DataFrame:
-    """step, rank, start_us, step_us (from its first forward to that of the next step, of the last one to its last
-    update), microbatches.
+    """step, rank, start_us, step_us (from its first forward to that of the next step, else to its last update),
+    microbatches.
     """
     frame = join_ranks(run.path, "steps.csv", STEP_TYPES, [])
     frame = frame.sort_values(["rank", "step"], ignore_index=True)
@@ -199,7 +199,7 @@ def is_traced(run: Run) -> bool:
 
 
 def device_steps(run: Run) -> pd.DataFrame:
-    """rank, step, device_us, compute_us, communication_us, exposed_us (it communicated and computed nothing), share (of
+    """rank, step, device_us, compute_us, communication_us, exposed_us (it only communicated), share (of
     the step that is exposed): of each step of a trace with kernels.
     """
     frame = join_ranks(run.path, "device.csv", DEVICE_TYPES, [])
@@ -227,7 +227,7 @@ def largest_payloads(run: Run, number: int = 3) -> pd.DataFrame:
 
 
 def add_group_ranks(run: Run) -> pd.DataFrame:
-    """The ledger with the ranks of every call's group, "" if the rank is in several groups of the call's axis."""
+    """The ledger with the ranks of every call's group, "" unless exactly one group of its axis is known."""
     groups = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
     known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}

@@ -2,8 +2,8 @@
 
 shardproof run "tp=2 cp=3 dp=2" --subject shardproof.suites.subjects.mixer:subject
 
-Heads are split over tp, rows over cp. A rank of cp begins with the state behind the parts before its own, made of what
-each part does to a state, S -> S M + N. No state and no tap of the convolution crosses a document's border.
+Heads are split over tp, rows over cp. A rank of cp begins with the state that the parts before its own leave: each part
+maps S -> S M + N. No state and no tap of the convolution crosses a document's border.
 """
 
 import torch

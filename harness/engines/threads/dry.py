@@ -135,7 +135,7 @@ def _in_world(request: RunRequest, rank: int) -> Any:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            sys.excepthook = hook  # torch puts one before it that prefixes every line with the rank, each time
+            sys.excepthook = hook  # torch wraps it each time in one that prefixes every line with the rank
 
 
 def _failure_of_rank(error: BaseException, rank: int, world_size: int) -> NoNumbers | NotComputed | RankRaised:

@@ -58,7 +58,7 @@ def split_of(parameter: Tensor, wrapper: nn.Module | None, piece: Piece | None) 
     """How to split a parameter. `wrapper` is the innermost DDP or FSDP2 module around it, `piece` its part in FSDP1."""
     shape = tuple(parameter.shape)
     if piece is not None:
-        stated: Split = lambda value: _piece(value, piece, ())  # noqa: E731  (two lines below it is one of four)
+        stated: Split = lambda value: _piece(value, piece, ())  # noqa: E731  (below it is one of several)
     elif is_dtensor(parameter):
         name = "dtensor" if wrapper is None else "fsdp"
         return lambda value: [part._replace(words=_state_anew(part.words, name)) for part in split_value(value)]
@@ -91,7 +91,7 @@ def split_of_flat(flat: Tensor, pieces: tuple[Piece, ...]) -> Split:
 
 
 def find_place_in(parameter: Tensor, tensor: Tensor) -> int | None:
-    """The number of elements of a parameter before a tensor that is a view of it; None for other tensors."""
+    """Where a view of a parameter begins in it, in elements; None for other tensors."""
     plain = all(type(one).__torch_dispatch__ is Tensor.__torch_dispatch__ for one in (parameter, tensor))
     if not plain or tensor.dtype is not parameter.dtype or not tensor.numel():
         return None
@@ -101,7 +101,9 @@ def find_place_in(parameter: Tensor, tensor: Tensor) -> int | None:
 
 
 def split_of_master(parameter: Tensor, master: Tensor, split: Split) -> Split:
-    """How to split the master copy of a parameter: like the parameter if all of it is copied, else as a flat piece."""
+    """How to split the master copy of a parameter: like the parameter if all of it is copied, as a flat piece if it is
+    a view of a whole one, else as it states itself.
+    """
     shape, start = tuple(parameter.shape), find_place_in(parameter, master)
 
     def split_flat(value: Tensor) -> list[StatedPart]:

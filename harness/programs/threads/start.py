@@ -1,11 +1,11 @@
-"""A process from which programs are forked whose ranks are threads: `python start.py`, an order a line on its input.
+"""Forks programs whose ranks are threads: `python start.py`, with one order per line of its input.
 
 torch is imported once for all launches of a command, with the parts of it that most programs load. An order is a JSON
 object: `session`, `ranks`, `program` (its words), `folder` to run in, `environ`, and `output`, a file for what it
 prints. Two lines answer it: the id of its process, which leads a group of its own, and its exit status (negative: a
 signal) when it has ended.
 
-Run by the Python of the program, which may lack shardproof: found behind all that is the program's own.
+Run by the program's Python, which may lack shardproof: then our own comes last on its path.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """Random numbers that the ranks of a failed case draw in forward and its truth does not: nothing after them can agree.
 
-Ranks and truth run once more with every draw recorded (harness.recording.capturing.operator_probes), if the forward is
-wrong. Numbers that are given to the truth (masks of dropout, initial values) do not count. Our decoder draws none, so
-its ranks are watched only if the random state of the process has changed.
+Ranks and truth run once more with every draw recorded (harness.recording.capturing.operator_probes), unless the forward
+was compared and is right. Numbers that are given to the truth (masks of dropout, initial values) do not count. Our
+decoder draws none, so its ranks are watched only if the random state of the process has changed.
 """
 
 from collections.abc import Collection

@@ -1,7 +1,7 @@
 """Time on a device, and CUDA graphs, on devices that are played.
 
-Its streams run behind the host, and calls last as long as they say. A capture sends nothing, and every replay is a call
-of the ledger.
+Their streams run behind the host, and calls last as long as they say. A capture sends nothing, and every replay gives
+the ledger the calls of its graph.
 """
 
 import time

@@ -88,7 +88,7 @@ def test_an_interruption_that_python_cannot_raise_is_not_reported(
     reported, stop, ranks = list[Any](), threading.Event(), list[threading.Thread]()
     for owner, hook in ((sys, "unraisablehook"), (threading, "excepthook")):
         monkeypatch.setattr(owner, hook, lambda unhandled: reported.append(unhandled.exc_type))
-    with pytest.raises(TimeLimit):  # the thread is abandoned: hardly any of its time can an interruption be raised
+    with pytest.raises(TimeLimit):  # the thread is abandoned: an interruption can hardly ever be raised in it
         engine.run(program, world_size=2, timeout_s=0.3)
     stop.set()
 
@@ -276,7 +276,7 @@ def test_what_a_rank_waits_for_a_processor_is_no_part_of_the_limit(
         engine.run(program, world_size=1, timeout_s=0.3)
     monkeypatch.setattr(Starvation, "look", starved)
     assert engine.run(program, world_size=1, timeout_s=0.3) == [0]
-    with pytest.raises(TimeLimit) as caught:  # the longest
+    with pytest.raises(TimeLimit) as caught:  # at LONGEST times the limit
         engine.run(lambda rank: time.sleep(3), world_size=1, timeout_s=0.1)
     rule = r"; the process had \S+ s of processor time in \S+ s and waited for a processor for \S+ s of them: "
     assert re.search(rf"{rule}the machine is busy; legal: --timeout 1$", caught.value.cause.split("; rank 0 is in")[0])

@@ -1,15 +1,16 @@
 """The pool engine: every rank a process that is kept from run to run, connected by gloo, or NCCL on GPUs.
 
 Ranks are forked from servers that have imported torch once, so a new one costs milliseconds. There are two servers with
-different hash seeds: as on a cluster, ranks iterate over a set of strings in different orders. Every aligned group of
-ranks whose size and stride are powers of two has both seeds. Ranks receive programs by reference, their arguments as
+different hash seeds: as on a cluster, ranks iterate over a set of strings in different orders. In a mesh whose sizes
+are powers of two, every group of several ranks has both seeds. Ranks receive programs by reference, their arguments as
 pickles, and answer with pickles. A run that fails ends in an error of the in-process engine, in RankCrashed or in
 RankDied. Its processes are killed and the next run gets new ones. State that a program leaves in its process (globals
 of modules, caches) is there in the next run, as in any process that lives on.
 
 The fork server of multiprocessing does not do: there is only one, it has the hash seed of the driver, and its socket
 stays in the file system when the driver is killed. Ours leave no file, and no process of theirs outlives the driver.
-They run in sessions of their own, so that Ctrl-C reaches the driver alone. Every wait is bounded; times are seconds.
+They run in sessions of their own, so that Ctrl-C reaches the driver alone. Every wait for a rank is bounded; times are
+seconds.
 """
 
 import multiprocessing
@@ -89,6 +90,8 @@ class ForkServer(forkserver.ForkServer):
                 return Worker(multiprocessing.get_context("forkserver"), target, leads=True)
         except (EOFError, OSError, subprocess.TimeoutExpired) as problem:
             why = str(problem) if isinstance(problem, TimeoutError) else "it has ended; its messages are on stderr"
+            if isinstance(problem, subprocess.TimeoutExpired):
+                why = f"it did not end within {problem.timeout:g} s"
             raise MachineError(f"the fork server of the pool failed: {why}") from problem
 
     def ensure_running(self) -> None:
@@ -157,7 +160,7 @@ class ForkServer(forkserver.ForkServer):
 
 _HOST = "127.0.0.1"
 _MOST_IDLE = 16
-"""Processes kept between runs."""
+"""A run begins with at most this many processes, its own ranks included, unless it has more ranks."""
 _MOST_KEPT = 32
 """Groups that a process keeps connected before all are closed and made again as needed."""
 _RUNS_PER_STORE = 500
