@@ -31,7 +31,7 @@ from shardproof.harness.checking.call_checks import find_strays
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
-from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
 from shardproof.harness.checking.records import Calls, Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.before_sums import find_summed_axes, is_left_wrong
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
@@ -141,10 +141,9 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         region = _first_module_of(evidence, strays[0], name) or region
     if kind == "param" or is_state(name):
         others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
-        # One module in several layers counts as one. Of several, the first is named where others are updated right.
-        updated = {
-            other for other in evidence.run.tensors if kind_of(other) == kind and other in evidence.truth.tensors
-        }
+        # One module in several layers counts as one. The first of several is named if this step updates others right.
+        compared = evidence.run.tensors.keys() & evidence.truth.tensors.keys()
+        updated = {other for other in compared if (kind_of(other), step_of(other)) == (kind, step_of(name))}
         region = region if len(others) == 1 or not updated <= {*wrong} else ""
     beside = (ranks_in_words(evidence, name), name_surrounding_modules(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))

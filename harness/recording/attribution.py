@@ -129,7 +129,7 @@ class Attribution:
         if in_backward:
             made = self._lanes.find_site_of_node(self._lanes[0], OUTSIDE, node)
             return (made or self._here(""))._replace(phase="backward")
-        # A backward that has ended is observed by what follows it alone.
+        # "inside" too: that a backward has ended shows only in what follows it, and here nothing has followed.
         return self._here({"forward": "loss", "inside": "grad_sync", "backward": "grad_sync"}.get(self._since, ""))
 
     def _here(self, phase: str, region: str = "") -> Site:

@@ -14,19 +14,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from shardproof.harness.engines.calls.callers import Caller
+from shardproof.harness.engines.calls.callers import Caller, frames_left
 from shardproof.harness.ledger import Call, Event, shape_text, wire_bytes
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
 from shardproof.harness.recording.observations import Entered, Issued, Left, read_observation
 from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
-from shardproof.harness.recording.watch import Emit, Watch
+from shardproof.harness.recording.watch import WATCHING, Emit, Watch
 from shardproof.harness.torch_internals.autograd import node_raised
 
 if TYPE_CHECKING:
@@ -132,12 +131,17 @@ class Recorder:
         called = (one.module for one in seen if isinstance(one, Entered) and one.outermost)
         return list({id(module): module for module in called}.values())
 
-    def site_raised(self, rank: int, traceback: TracebackType | None) -> Site:
-        """Where a rank's program was when it raised the exception of this traceback."""
-        observations = [read_observation(plain) for plain in self._track(rank).observations]
-        while observations and isinstance(observations[-1], Left) and observations[-1].raised:
-            observations.pop()  # it left these modules on its way out
-        in_backward, node = node_raised(traceback)
+    def site_raised(self, rank: int, error: BaseException) -> Site:
+        """Where a rank's program was when it raised this exception."""
+        observations, frames = (
+            [read_observation(plain) for plain in self._track(rank).observations],
+            [*frames_left(error)],
+        )
+        # The exception left these modules. Another one did if it left none: recomputation stops early by one.
+        if any(frame.f_code is WATCHING for frame in frames):
+            while observations and isinstance(observations[-1], Left) and observations[-1].raised:
+                observations.pop()
+        in_backward, node = node_raised(frames)
         return Attribution.of(observations).raised_at(in_backward=in_backward, node=node)
 
     def site_of_last_call(self, rank: int) -> Site | None:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -148,18 +148,16 @@ STEP = defined_in(Optimizer.profile_hook_step)
 """The frame of Python around an optimizer's step. Uses what Optimizer.profile_hook_step returns."""
 
 
-def node_raised(traceback: TracebackType | None) -> tuple[bool, int]:
-    """Whether an exception passed through a backward, and the number of the node of the innermost custom Function whose
-    `backward` it passed through; -1 without one.
+def node_raised(frames: Iterable[FrameType]) -> tuple[bool, int]:
+    """Whether an exception that left these frames, the outermost first, passed through a backward. Also the number of
+    the node of the innermost custom Function whose `backward` it passed through; -1 without one.
     """
     in_backward, node = False, -1
-    while traceback is not None:
-        frame = traceback.tb_frame
+    for frame in frames:
         in_backward = in_backward or frame.f_code is BACKWARD
         context = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
         if isinstance(context, BackwardCFunction):
             node = number_of(context)
-        traceback = traceback.tb_next
     return in_backward, node
 
 

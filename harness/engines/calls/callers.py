@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import NamedTuple
@@ -161,7 +162,7 @@ def what_led_to(error: BaseException) -> str:
 
     "; its cause is ValueError: 4 entries for 2 parameters, at buckets.py:7 in fill".
     """
-    inner = _innermost(error)
+    inner = _chain_of(error)[-1]
     place = place_raised(inner.__traceback__)
     # An outer exception may repeat the text of its cause.
     told = inner is error or (not place and str(inner) in str(error))
@@ -170,12 +171,20 @@ def what_led_to(error: BaseException) -> str:
     return cause + (f"; {advice}" if advice else "")
 
 
-def _innermost(error: BaseException) -> BaseException:
-    """The first of the exceptions that led to this one, without those that Python hides when it prints them."""
-    seen = {id(error)}
-    while True:
-        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if before is None or id(before) in seen:
-            return error
-        seen.add(id(before))
-        error = before
+def frames_left(error: BaseException) -> Iterator[FrameType]:
+    """The frames that an exception left, the outermost first, and then those that the ones that led to it left."""
+    for one in _chain_of(error):
+        traceback = one.__traceback__
+        while traceback is not None:
+            yield traceback.tb_frame
+            traceback = traceback.tb_next
+
+
+def _chain_of(error: BaseException) -> list[BaseException]:
+    """The exception and those that led to it, back to the first, without those that Python hides in print."""
+    chain = [error]
+    while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        if any(before is one for one in chain):
+            break
+        chain.append(error := before)
+    return chain

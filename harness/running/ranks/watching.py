@@ -98,7 +98,7 @@ class Watching:
                 yield
             except Exception as error:
                 if self.recorder is not None:
-                    error.__dict__[_SITE] = _plain(self.recorder.site_raised(rank, error.__traceback__))
+                    error.__dict__[_SITE] = _plain(self.recorder.site_raised(rank, error))
                 raise
 
     def locate(self, error: ProgramError) -> None:

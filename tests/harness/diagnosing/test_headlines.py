@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from shardproof.harness.checking.checks import run_checks
-from shardproof.harness.checking.records import Repeats
+from shardproof.harness.checking.records import Repeats, Truth
 from shardproof.harness.diagnosing.diagnosis import explanation_of
+from shardproof.harness.diagnosing.first_place import first_place
+from shardproof.harness.outcome.merging import Merged
 from shardproof.harness.protocols import Shard
 from shardproof.reports.stored.failures import bugs_of_run
 from tests.harness.diagnosing.test_six_lines import LOSS, W1
@@ -106,3 +108,23 @@ def test_a_broken_law_of_calls_is_said_with_module_and_line() -> None:
     place = f"first:  backward of layers.0.mlp: {W1}; in the ledger: {said}"
     assert told_by(seen, "parameter_gradients")[3] == place
     assert told_by(seen, "ledger")[0] == f"what:   {said} (check ledger)"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "module"),
+    [
+        (("layers.0.norm.weight", "layers.1.head.weight"), "layers.0.norm"),
+        (("layers.0.norm.weight", "layers.1.norm.weight"), "layers.0.norm"),
+        (("layers.0.norm.weight", "layers.1.norm.weight", "layers.1.head.weight"), ""),
+    ],
+)
+def test_the_module_of_an_update_is_named_where_its_step_updates_other_parameters_right(
+    wrong: tuple[str, ...], module: str
+) -> None:
+    """If a whole step is wrong, the optimizer's step alone is the place, although the step before it is right."""
+    names = ("layers.0.norm.weight", "layers.1.norm.weight", "layers.1.head.weight")
+    states = {f"param_after/{step}/{name}": torch.ones(3) for step in range(2) for name in names}
+    seen = planted({})
+    run = replace(seen.run, merged=Merged(tensors=states, flaws=()), outcomes=())
+    seen = replace(seen, run=run, truth=Truth(tensors=states))
+    assert first_place(seen, [f"param_after/1/{name}" for name in wrong], None).region == module

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
@@ -22,17 +23,19 @@ FORWARD, BACKWARD, HOOK, BETWEEN, STEP, SHAPE, MISSING = range(7)
 
 
 class Raises(torch.autograd.Function):
-    """The identity, whose backward raises where it shall."""
+    """The identity, whose backward reads what forward saved, and raises where it shall."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
         """Its input."""
+        ctx.save_for_backward(x)
         ctx.raises = raises
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Its gradient. Raises ValueError."""
+        assert len(ctx.saved_tensors) == 1  # checkpointing computes the layer again for it
         if ctx.raises:
             raise ValueError("backward")
         return gradient, None
@@ -107,6 +110,44 @@ def test_the_place_of_an_ending_is_told(ending: int) -> None:
     """Step, phase and module are those of the code in which the ranks ended or parted."""
     with InprocEngine() as engine:
         assert _place_of(Ends(ending), engine) == (1, *PLACES[ending])
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed again in backward, and whose Function raises behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two linears with the Function between them."""
+        output: Tensor = self.second(Raises.apply(self.first(x), True))
+        return output
+
+
+def checkpointed(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Never returns an outcome. Raises ValueError."""
+    Whole()(torch.ones(4, 6)).sum().backward()
+    return {}
+
+
+class Whole(nn.Module):
+    """A model that keeps only the input of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), Checkpointed())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of both layers."""
+        output: Tensor = checkpoint(self.layers[1], self.layers[0](x), use_reentrant=False)
+        return output
+
+
+def test_what_recomputation_left_early_is_not_where_backward_raised() -> None:
+    """Recomputation ends by an exception of its own, which is caught."""
+    with InprocEngine() as engine:
+        assert _place_of(checkpointed, engine) == (0, "backward", "layers.1")
 
 
 def test_a_rank_that_is_a_process_reports_the_place_of_its_exception() -> None:
