@@ -60,7 +60,7 @@ _WORDS = {
     "saved": "the most bytes that autograd held for backward on a rank",
     "exposed": "time inside calls that are waited for at once, so that the rank does not compute",
     "allowed": "how far a right result may be from the dense model, from dtype and depth; exact checks allow 0",
-    "decided": "tensors found right or wrong, of those that the case has",
+    "decided": "tensors whose limit is small enough to judge, of those that the case has",
     "verdict": "pass, fail, or unknown: a check that could not be answered is never a pass",
 }
 """Meanings of column headers."""

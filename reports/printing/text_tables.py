@@ -170,7 +170,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
         (str, "verdict"),
         (mark, "case: own_words"),
         note="calls and bytes (payload): one rank, the whole run; saved: the most bytes that autograd held on a rank; "
-        "error: the largest beside its limit; decided: tensors found right or wrong",
+        "error: the largest beside its limit; decided: tensors whose limit is small enough to judge",
     )
 
 

@@ -84,7 +84,7 @@ def test_values_whose_mean_is_the_truth_were_never_averaged(form: Callable[[torc
     outcomes = [{name: form(truth()[name] + sign * apart)} for sign in (1, -1)]
     seen = evidence(*outcomes, case=case("mode=tp dp=2 tp=1"), events=(), expectation=None)
     (cause,) = explanation_of(seen, {"replicas": run_checks(seen)["replicas"]}).causes
-    assert (cause.id, cause.words.rpartition(": ")[2]) == ("not_averaged", "never averaged over dp")
+    assert (cause.id, cause.words.rpartition(", ")[2]) == ("not_averaged", "never averaged over dp")
     other = evidence({name: truth()[name] + apart}, {name: truth()[name]}, case=case("mode=tp dp=2 tp=1"), events=())
     assert "not_averaged" not in ids_of(other)
 

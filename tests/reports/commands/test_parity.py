@@ -49,7 +49,7 @@ def test_a_script_is_held_against_itself_on_one_rank(
     edited = recorder.record("second", trained("--mode", "ddp", "--edit", "loss_count", ranks=2))
     assert cli.main(["compare", "runs/latest/first", str(edited.folder), "--values"]) == 1
     told = capsys.readouterr().out
-    assert "first:  loss in step 0: loss/0" in told and "which is 1 / dp=2" in told
+    assert "first:  loss in step 0: loss/0" in told and "is 1 / the size of dp" in told
     assert f"repeat: shardproof compare {first} {edited.folder} --values" in told
 
 
