@@ -11,10 +11,10 @@ run again: `when_true` is "yes" if all of them hold. Causes of the unseen bugs a
 
 The statements are read from the text of the line alone. In
 
-    fails with tp=2|4 and zero=1, perhaps act=relu; passes with tp=1, with zero=0 but for replicas (tried on 'zero=1 ..')
+    fails with tp=2|4 and zero=1, perhaps act=relu; passes with tp=1, with zero=0 but for replicas (tried on 'zero=1')
 
-the case of `tried on` must fail with every combination of the values in `only with`. With the words after each `with`
-of `right` it must pass, or fail in no checks but those after `but for`. A refused or skipped case proves nothing.
+the case of `tried on` must fail with every combination of the values in `fails with`. With the words after each `with`
+of `passes` it must pass, or fail in no checks but those after `but for`. A refused or skipped case proves nothing.
 """
 
 import argparse

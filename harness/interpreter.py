@@ -1,6 +1,7 @@
 """Starts a new interpreter for a module of ours, which searches modules where this process does."""
 
 import gc
+import os
 import signal
 import sys
 import threading
@@ -48,6 +49,28 @@ def turns_of_threads(seconds: float) -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+@contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """A SIGTERM in the body is a Ctrl-C, unless something else handles it. Processes forked there end by it."""
+    main, owner = threading.current_thread() is threading.main_thread(), os.getpid()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        if os.getpid() == owner:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

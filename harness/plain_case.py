@@ -117,7 +117,9 @@ class Vocabulary:
         try:
             return kind(text)
         except ValueError:
-            raise WordError(key, text, "must be a number", f"{key}={known[key][0]}") from None
+            raise WordError(
+                key, text, f"must be a {'whole ' * (kind is int)}number", f"{key}={known[key][0]}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ _EXACT = "compared exactly: nothing is allowed to differ"
 _NOTHING = "nothing to measure: this must never be"
 _LISTED = 12
 """The most words in a list."""
+_FLAWED = "not judged here, since check merge or replicas found it wrong"
 _AMOUNTS = 3
 """The most shares of split parameters that a note lists."""
 _WHEN = {
@@ -73,7 +74,8 @@ def note_text(note: Note) -> str:
         return f"{note.names[0]}: {loose} of {elements} elements, whose step is within rounding"
     names = _list_words(note.names, _AMOUNTS)
     numbers = ", ".join(f"{number} %" for number in note.numbers)
-    return f"{note.kind.value}: {' '.join(filter(None, (names, note.reason, numbers)))}"
+    kind = _FLAWED if note.kind == NoteKind.FLAWED else note.kind.value
+    return f"{kind}: {' '.join(filter(None, (names, note.reason, numbers)))}"
 
 
 def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedCheck) -> dict[str, str]:
@@ -261,6 +263,11 @@ def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Seque
 def left_out_fields(fields: Sequence[str], cases: int) -> str:
     """A note on what a closed form leaves open."""
     return f"not checked: {', '.join(fields)} of the calls: the closed form leaves them out ({_cases(cases)})"
+
+
+def not_checked(reason: str, cases: int) -> str:
+    """A note on what a check did not look at."""
+    return f"not checked: {reason} ({_cases(cases)})"
 
 
 def deviation(kind: NoteKind, sentence: str, names: Sequence[str], cases: int) -> str:

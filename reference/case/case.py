@@ -150,7 +150,9 @@ class Case(_Words):
                 raise CaseError(key, write(getattr(self, key)), rule, legal)
         if self.variant:
             if self.variant not in VARIANTS:
-                raise CaseError("variant", self.variant, "is not a known variant", " ".join(VARIANTS))
+                near = get_close_matches(self.variant, VARIANTS, 1)
+                rule = "is not a known variant" + (f" ({near[0]}?)" if near else "")
+                raise CaseError("variant", self.variant, rule, " ".join([*near, *(VARIANTS.keys() - near)]))
             if rule := lack({name: getattr(self, name) for name in WORDS}):
                 raise CaseError("variant", self.variant, rule, "variant=")
 

@@ -137,6 +137,7 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "command": _command_of_run(run.env),
         **_plot_growth(run),
         "pictures": list(draw_pictures(program["frames"])) if program.get("frames") else [],
+        "launches": headline["against"].eq(summary.LAUNCH).all(),
         "traffic": program["traffic"] if program else [*_traffic_tables(run), *witness_tables(run.path)],
         "cases": [] if program else _case_tables(run),
         "stated": [] if program else _stated_calls(run),

@@ -80,7 +80,10 @@ def test_four_losses_show_a_factor_and_three_do_not() -> None:
 
 def test_a_loss_and_gradients_that_share_a_factor_show_it_together() -> None:
     gradients = [name for name in truth() if name.startswith("grad/")]
-    for other, causes in ((2, "it and all wrong gradients are 2 x the truth; 2 is the size of tp"), (3, "none is known; ")):
+    for other, causes in (
+        (2, "it and all wrong gradients are 2 x the truth; 2 is the size of tp"),
+        (3, "none is known; "),
+    ):
         found = multiplied({"loss/0": 2, **dict.fromkeys(gradients, 2), W1: other})
         assert told_by(found)[4].startswith(f"causes: {causes}")
 

@@ -53,7 +53,8 @@ def test_a_shorter_dtype_is_not_tried() -> None:
     short = VOCABULARY.case({"dtype": "bfloat16"})
     found, _ = searched(short, {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "float64")
     assert (
-        when_line(found.when) == "fails with dtype=float32|bfloat16; passes with dtype=float64 (tried on 'dtype=float32')"
+        when_line(found.when)
+        == "fails with dtype=float32|bfloat16; passes with dtype=float64 (tried on 'dtype=float32')"
     )
 
 
@@ -61,7 +62,8 @@ def test_values_that_fail_alike_are_listed_with_those_that_are_right() -> None:
     case = VOCABULARY.case({"w3": "on", "tp": 2})
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: other.w3 != "off" and other.tp == 2)
     assert (
-        when_line(found.when) == "fails with w3=on|other and tp=2; passes with w3=off, with tp=1 (tried on 'tp=2 w3=on')"
+        when_line(found.when)
+        == "fails with w3=on|other and tp=2; passes with w3=off, with tp=1 (tried on 'tp=2 w3=on')"
     )
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: True)
     assert when_line(found.when) == "fails even in the simplest case tried: 'tp=1', on one rank"
@@ -102,7 +104,10 @@ def test_the_plainest_dtype_and_one_rank_come_first() -> None:
         "fails with tp=2; passes with tp=1 (tried on 'tp=2'; no time was left to try w0"
     )
     found, _ = searched(case, of, lambda other: True, most=0)
-    assert when_line(found.when) == "not searched: no time was left before a case was tried; a larger --when searches longer"
+    assert (
+        when_line(found.when)
+        == "not searched: no time was left before a case was tried; a larger --when searches longer"
+    )
 
 
 def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_than_the_failing_one() -> None:
