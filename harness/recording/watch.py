@@ -96,8 +96,8 @@ def _outer(frame: FrameType) -> int:
 
 
 def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
-    """Whether gradients are off because the user said so, and not because an autograd Function's forward runs, up to
-    `until`.
+    """Whether the user turned gradients off, by the frames up to `until`. False if they are off only because the
+    forward of an autograd Function runs.
     """
     inner = None
     while frame is not None and frame.f_code is not until:
