@@ -1,9 +1,10 @@
-"""Runs Nsight Systems, the nsys on PATH: a command under it, its report as a sqlite database. All waits are bounded.
+"""Runs a command under Nsight Systems (the nsys on PATH) and exports its report as a sqlite database. All waits are
+bounded.
 
-On a CPU everything is captured and the marks of the ranks say what belongs to the run.
-On a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
-Old releases write `.qdstrm` and leave the import to `QdstrmImporter`, which Debian does not put where nsys looks; new
-ones write `.nsys-rep` at once.
+On a CPU everything is captured, and the marks of the ranks say what belongs to the run. On a GPU the capture range is
+the stretch from cudaProfilerStart to cudaProfilerStop. Children must be spawned, never forked. Old releases write
+`.qdstrm` and leave the import to `QdstrmImporter`, which Debian puts where nsys does not look; new ones write
+`.nsys-rep` at once.
 """
 
 import os
