@@ -1,4 +1,4 @@
-"""Starts a new interpreter for a module of ours, which searches modules where this process does."""
+"""Python's interpreter: the first lines of a new one, garbage collection, turns of threads, Ctrl-C."""
 
 import gc
 import signal
@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 COLLECTED_AFTER = (50_000, 20, 10)
-"""The number of new objects after which Python collects garbage (gc.set_threshold): 700, the default, costs a proof
-over 4 %.
-"""
+"""When Python collects garbage (gc.set_threshold). The default, after 700 new objects, costs a proof over 4 %."""
 _BOOT = """import gc, sys
 gc.disable()
 sys.path[:] = {path!r}
@@ -18,8 +16,8 @@ sys.path[:] = {path!r}
 
 
 def boot() -> str:
-    """The first lines of a program for a new interpreter. Garbage collection is off, since all that is loaded next
-    stays.
+    """The first lines of a program for a new interpreter, which searches modules where this process does. Garbage
+    collection is off, since all that is loaded next stays.
     """
     return _BOOT.format(path=sys.path)
 

@@ -19,7 +19,7 @@ DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def new_run_folder(out: Path, name: str) -> Path:
-    """A new folder: a second run within a second gets a number. Raises RequestError.
+    """A new folder: a second run within a second gets a number. Raises RequestError or MachineError (guard_writing).
 
     A new `out` gets a `.gitignore`, so that runs stay out of the user's repository.
     """
