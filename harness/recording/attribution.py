@@ -166,9 +166,7 @@ class Attribution:
         lane.mark(seen.number, site)
 
     def _forward(self, seen: Entered) -> None:
-        """The forward of a model begins: in a new step after an optimizer step, else in the next micro-batch of this
-        model.
-        """
+        """A model's forward begins: in a new step after an optimizer step, else in the model's next micro-batch."""
         self.paths.add(seen.module)
         if self._stepped_since:
             self._next_step()

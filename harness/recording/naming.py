@@ -103,9 +103,7 @@ def axis_name(
 
 
 def _together(ranks: tuple[int, ...], named: list[str], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> str:
-    """The smallest set of these axes whose joined groups have the ranks, as "dp_cp"; "" if there is
-    none, or several.
-    """
+    """The smallest set of these axes whose joined groups have the ranks, as "dp_cp"; "" for none or several."""
     for count in range(1, len(named) + 1):
         found = [some for some in combinations(named, count) if _find_joined_ranks(ranks[0], some, axes) == set(ranks)]
         if found:

@@ -53,9 +53,7 @@ def open_domain() -> Any:
 
 
 def attached_ranges() -> "Ranges | None":
-    """Ranges for the profiler that listens to this process (Nsight Systems); None if none does, and then they cost
-    nothing.
-    """
+    """Ranges for the profiler that listens to this process (Nsight Systems); None if none does."""
     return Ranges(open_domain()) if os.environ.get(TOOL) else None
 
 
@@ -64,9 +62,7 @@ def _drops(domain: object) -> bool:
 
 
 def _asking_nobody() -> Any:
-    """An nvtx domain, without the check whether it is enabled. Uses private names, which are tested
-    for each version.
-    """
+    """An nvtx domain that does not check whether it is enabled. Uses private names, tested for each version."""
     try:
 
         class Direct(nvtx.Domain):

@@ -342,9 +342,7 @@ class Watch:
         return lane
 
     def _adopt(self) -> ThreadWatch | None:
-        """The lane of a thread that entered no rank: it works for the only rank of the process; None if there are
-        several.
-        """
+        """The lane of a thread that entered no rank: that of the process's only rank; None if there are several."""
         ranks = list(self._open)
         return self.lane(ranks[0]) if len(ranks) == 1 else None
 
