@@ -185,9 +185,7 @@ def extend_step(steps: dict[int, tuple[float, float]], number: int, start_us: fl
 def build_steps(
     steps: Mapping[int, tuple[float, float]], on_device: Mapping[int, tuple[float, float]], kernels: Kernels
 ) -> tuple[TracedStep, ...]:
-    """The steps. On the device a step lasts until the next one begins there, and the last one until the last kernel
-    ends.
-    """
+    """The steps. On the device a step ends when the next one begins there, the last one with the last kernel."""
     exposed = minus(kernels.communication, kernels.computation)
     ordered = sorted(steps.items())
     starts = [on_device.get(number, times)[0] for number, times in ordered]

@@ -85,9 +85,7 @@ def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Map
 def run_logged(
     words: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Run a tool to its end, with its output in `folder`/nsys.log. Raises MachineError with one
-    sentence if it fails.
-    """
+    """Run a tool to its end, with its output in `folder`/nsys.log. Raises MachineError if it fails."""
     log, name = folder / "nsys.log", Path(words[0]).name
     try:
         status = run_to_end(words, log, limit_s, environment)
