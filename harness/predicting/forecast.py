@@ -243,9 +243,7 @@ def weighted_sum(*parts: tuple[float, T]) -> T:
 
 
 def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
-    """A stage from measurements at several depths, each with its weight. Raises NotComputed unless all have the same
-    parts.
-    """
+    """A stage from weighted measurements at several depths. Raises NotComputed unless all have the same parts."""
     first = drawn[0][1]
     if len({tuple((place, len(own)) for place, own in one.segments.items()) for _, one in drawn}) > 1:
         raise NotComputed("its forwards and backwards are others in a deeper model", ranks=(first.rank,))
