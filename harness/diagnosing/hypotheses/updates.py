@@ -73,7 +73,7 @@ def of_kind(run: RecordedRun, wrong: Sequence[str], kind: str, step: int) -> Ite
 
 
 def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Tensor | None:
-    """The full state of a parameter before this step, where moments begin as zeros. None when it is not known."""
+    """The full state of a parameter before this step; moments begin as zeros. None when it is not known."""
     if step:
         return evidence.run.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
     start = evidence.search.shares.get(f"start/{parameter}", evidence.truth.initial.get(parameter))
