@@ -187,7 +187,7 @@ def rows_of_output(output: Tensor, rows: int) -> Sequence[Tensor] | None:
 
 
 def sources_of(both: Compared, rank: int) -> list[tuple[Source | None, ...]]:
-    """Which rows of the first launch a rank's micro-batches are. A later stage has those of the first stage."""
+    """The rows of the first launch in each micro-batch of a rank. A later stage has those of the first stage."""
     for group in both.axes.get(PIPELINE, ()):
         if rank in group:
             rank = group[0]
@@ -222,8 +222,8 @@ def count_targets(both: Compared, losses: int) -> dict[int, list[int]]:
 def _factors(both: Compared) -> Mapping[tuple[int, int], tuple[float, int]]:
     """(data rank, micro-batch) -> the factor of its gradient over the first launch's, and how many targets count in it.
 
-    The gradient is that of the output nearest to the loss that was recorded in all of them. Empty if it is no multiple
-    in one of them.
+    The gradient is that of the output nearest to the loss that every micro-batch recorded. Empty if it is no multiple
+    in one of these.
     """
     paths = dict.fromkeys(row.name for _, row in both.first.rows(_GRADIENT, 0) if row.name)
     ranks = {rank: tensors_of_rank(both, _GRADIENT, rank) for rank in range(both.second.world_size)}

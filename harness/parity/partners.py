@@ -169,7 +169,7 @@ class _Index:
     def _along(self, local: Tensor, dim: int, name: str | None) -> SlicePlacement | None:
         """The places of its slices along a dim, in one parameter or in any; None if one of them is nowhere.
 
-        Slices at the end that are nowhere may be padding, if the parameter of its name ends with the slice before.
+        Slices at the end that are nowhere may be padding, if the slice before them is the last of the named parameter.
         """
         places = self._find_slices(local, dim, name)
         length = local.shape[dim]

@@ -281,7 +281,9 @@ def _batches_of(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _are_alike(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether rows of both may be equal: all have integers or none, and one shape, but for a part of the sequence."""
+    """Whether rows of both may be equal: both are integers or both floats, and their shapes are equal, except that
+    `theirs` may be an equal part of the sequence.
+    """
     if mine.is_floating_point() != theirs.is_floating_point() or mine.dim() != theirs.dim():
         return False
     a, b = tuple(mine.shape[1:]), tuple(theirs.shape[1:])
