@@ -166,9 +166,7 @@ def _count_term(
 
 
 def _find_substitute(parts: Iterable[Difference], term: Term) -> Difference | None:
-    """The extra event that is most similar to those that this term counts; None if none has anything in common with
-    them.
-    """
+    """The extra event most similar to those that this term counts; None if none has a field in common with them."""
 
     def alike(part: Difference) -> int:
         return sum(getattr(term, name) == getattr(part.line, name) for name in FIELDS if name in term.stated)
