@@ -1,8 +1,8 @@
 """Observations of a rank's program: modules entered and left, backward passes, optimizer steps, collectives issued.
 
 The phase and the module of every call are inferred from these. They are recorded as plain tuples `(kind, *fields)`,
-which cost a tenth of a microsecond. When the run is over they are read back as the named ones below. A lane is a thread
-of the rank: 0 is the one that runs the rank's program.
+which cost a tenth of a microsecond, and are later read back as the named tuples below. A lane is a thread of the rank:
+0 is the one that runs the rank's program.
 
 An update without torch.optim makes no call that could be observed. It is recognised by the parameters themselves: a
 few of their elements are compared between a backward and the next forward. These are three elements of at most four

@@ -5,7 +5,7 @@ before a module's own forward hooks, in which DTensor's plans communicate. Wrapp
 up the slots of every module class again, half a millisecond a run. Optimizers are observed by torch's global step
 hooks. A prehook on the node of an outermost output reports that backward arrived; it adds no node and reads nothing.
 torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. A module whose `module.compile()`
-was called before is not observed, since its result is called in place of `_call_impl`.
+was called before is not observed, since the compiled call replaces `_call_impl`.
 
 Every rank of a process has its own thread, which enters `on_rank`. Other threads (autograd's for a device, workers)
 belong to the rank if it is the only one in the process.
