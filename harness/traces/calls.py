@@ -40,7 +40,7 @@ def covered_us(stretches: Stretches, start_us: float, end_us: float) -> float:
 
 
 def minus(stretches: Stretches, others: Stretches) -> list[tuple[float, float]]:
-    """The parts of the first stretches that are in none of the others; both do not overlap and are in order."""
+    """The parts of `stretches` that are in none of the others. Both are in order and have no overlaps in themselves."""
     left, place = [], 0
     for start, end in stretches:
         while place < len(others) and others[place][1] <= start:
