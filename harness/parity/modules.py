@@ -5,9 +5,9 @@ micro-batches are joined, and the search (harness.diagnosing.placing) has the la
 fail no check: they show where an error begins that a check has found.
 
 Gradients of outputs also show by which number of targets a loss was divided. A gradient is zero where the target is
-ignored, and divided by the number of the others: of the whole step if the loss is right, and of a data rank or a
-micro-batch if each of these has a mean of its own. In that case loss and gradients are means of means, and no common
-factor corrects them.
+ignored. Elsewhere it is divided by the number of targets that count in the whole step, if the loss is right, or in a
+data rank or micro-batch, if each of these has a mean of its own. Then loss and gradients are means of means, and no
+common factor corrects them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -199,7 +199,7 @@ class _Index:
         return places
 
     def _slices_like(self, local: Tensor, dim: int) -> Mapping[bytes, Sequence[tuple[str, int]]]:
-        """Bits in this tensor's dtype -> parameter and number of every slice along `dim` of the shape of its slices."""
+        """Bits in this tensor's dtype -> parameter and number of every slice along `dim` that has its slices' shape."""
         rest = (*local.shape[:dim], *local.shape[dim + 1 :])
         key = dim, rest, local.dtype
         if key not in self._slices:
