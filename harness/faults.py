@@ -1,7 +1,7 @@
 """Faults: systematic disturbances of the collectives of any subject, made from its ledger alone, without its source.
 
-A target is one distinct call of the program: op, reduce op, axis, group size, dtype, phase, region, and its number
-among equals within a micro-batch, on all ranks and in all micro-batches and steps. Runs repeat exactly, so a target's
+A target is one distinct call of the program, on all ranks and in all micro-batches and steps: op, reduce op, axis,
+group size, dtype, phase, region, and its number among equals within a micro-batch. Runs repeat exactly, so a target's
 calls are known by rank and call index from one clean ledger. A fault is a target and what happens to its data, below
 the recorder. The ledger stays clean, and only what is computed can show the fault.
 

@@ -38,7 +38,7 @@ def without_garbage_collection() -> Iterator[None]:
 def turns_of_threads(seconds: float) -> Iterator[None]:
     """Inside, threads that compute release the interpreter after this time, not after 5 ms.
 
-    It is for a thread that reads many files: each reading releases the interpreter, and gets it back after such a turn.
+    Use it around code that reads many files: each read releases the interpreter, and waits such a turn to get it back.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
@@ -50,7 +50,7 @@ def turns_of_threads(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def interrupted_after() -> Iterator[None]:
-    """A Ctrl-C in the body raises KeyboardInterrupt after it. A SIGINT handler that is not Python's own stays."""
+    """A Ctrl-C in the body raises KeyboardInterrupt after the body. A SIGINT handler that is not Python's own stays."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
