@@ -289,7 +289,7 @@ class Attribution:
         self._backward_since = True
         site = self._find_site_of_node(lane, seen.task, seen.node)
         if not site.region and seen.outer != OUTSIDE:
-            # Made while checkpointing ran a plain function again: it belongs to the site of the node that ran it.
+            # The call was made while checkpointing ran a plain function again: its site is that of the outer node.
             site = self._lanes[0].find_site_of_node(seen.outer) or site
         if seen.node == LEAF:
             site = site._replace(region=self.paths.parameter(seen.parameter))
@@ -308,7 +308,7 @@ class Attribution:
         for waiting in self.pending:
             phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
             if phase == "step" and waiting.ticket in gathered and self._updates_gather is False:
-                phase = "checkpoint"  # all updates gather the same, and other gathers belong elsewhere
+                phase = "checkpoint"  # the first update gathered nothing, and all updates are alike
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self.pending.clear()

@@ -137,8 +137,8 @@ class Recorder:
             [read_observation(plain) for plain in self._track(rank).observations],
             [*frames_left(error)],
         )
-        # The exception has left the modules in which it passed through the wrapper. If it passed through none, another
-        # exception did: recomputation raises one to stop early.
+        # Modules that this exception left are popped, since it was raised in them. If its traceback has no frame of the
+        # wrapper, another exception left them: recomputation raises one to stop early.
         if any(frame.f_code is WATCHING for frame in frames):
             while observations and isinstance(observations[-1], Left) and observations[-1].raised:
                 observations.pop()

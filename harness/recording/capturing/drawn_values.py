@@ -181,7 +181,7 @@ class FirstValues(DispatchMode):
                 place = storage_id(own), own.storage_offset(), tuple(own.shape), own.stride()
                 if place in self._noted and not self._trains:
                     kept, before = self._noted[place]
-                    if not same_bits(own.detach(), before):  # a copy of each reading would take its time
+                    if not same_bits(own.detach(), before):  # copying at each reading would cost time
                         self._noted[place] = kept, own.detach().clone()
                 if place not in self._noted:
                     kept = own.untyped_storage()  # kept alive, so that no other memory gets its number
@@ -194,7 +194,7 @@ class FirstValues(DispatchMode):
             return NotImplemented
         given = {*map(storage_id, tensors)} if self._leaves else set()
         result = operator(*args, **(kwargs or {}))
-        if not self._leaves:  # and so nothing is computed from it
+        if not self._leaves:  # nothing is computed from a leaf yet
             return result
         made = {storage_id(one) for one in leaves(result) if isinstance(one, Tensor)}
         if given.isdisjoint(self._leaves) and given.isdisjoint(self._computed):
