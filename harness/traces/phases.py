@@ -217,7 +217,7 @@ class _Sweep:
             self._call(row, above)
             return
         if kind in (QUIET, LOUD):
-            # A trace that begins inside of a no_grad has its end alone.
+            # A trace that begins inside of a no_grad has only the end of it.
             depth = self._no_grad.get(row.thread, 0) + (1 if kind == QUIET else -1)
             self._no_grad[row.thread] = max(depth, 0)
             return
