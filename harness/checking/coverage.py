@@ -34,7 +34,7 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
     decided = {
         kind: (0, count) for kind, count in unreturned.items() if kind not in kinds
-    }  # other checks count the others
+    }  # other checks count names of returned kinds
     if truth.unmergeable:
         notes = notes_about(undecided=tuple(sorted(returned)))
         return Finding(verdict=UNKNOWN, facts=(state_fact("unmergeable"),), notes=notes)

@@ -236,7 +236,7 @@ def _is_decidable(
     if allowed.frobenius >= ceiling:
         return False
     if slack is None and allowed.frobenius < _SURE and true.rms >= least:
-        return True  # the tensor is within _SURE of the truth or wrong anyhow, so half of it would be beyond the limit
+        return True  # the tensor is wrong, or within _SURE of the truth, so that half of it would be beyond the limit
     return all(distance_from(value, true, least, own, slack, by).worstratio(allowed)[0] > 1 for by in FACTORS)
 
 
