@@ -1,6 +1,6 @@
-"""How long threads of this process wait for a processor, which is not the program's fault. Seconds.
+"""How long, in seconds, threads of this process wait for a processor, which is not the program's fault.
 
-On a busy machine time limits are extended by this. Waiting for a lock or a queue does not count.
+On a busy machine time limits are extended by these seconds. Waiting for a lock or a queue does not count.
 Source: /proc/<pid>/task/<tid>/schedstat of Linux; elsewhere nothing is known, and no limit is extended.
 """
 
@@ -19,7 +19,7 @@ _TASKS = Path("/proc/self/task")
 
 
 class Starvation:
-    """How long threads have waited for a processor since this was made; threads with these identities do not count."""
+    """How long threads have waited for a processor since this was made; those with identities in `but` do not count."""
 
     def __init__(self, but: Collection[int] = ()) -> None:
         self._but = frozenset(map(str, but))

@@ -277,7 +277,7 @@ class InprocGroup(GroupFacts):
         self._batch = []
 
     def end_coalescing(self, device: torch.device) -> BatchedWorks:
-        """Their works as one."""
+        """The works of these calls as one."""
         works, self._batch = self._batch or [], None
         return BatchedWorks(works)
 

@@ -103,7 +103,7 @@ class CallerStreams:
             self._words, self._numpy = words, np.random.get_state()
 
     def give_back(self, streams: RankStreams) -> None:
-        """Write the streams. If no code has drawn from numpy's since it was seeded, only its words are written."""
+        """Write the streams; of numpy's only the words, if no code has drawn from it and no normal number was kept."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         if streams.numpy_drawn() or self._numpy[_HAS_GAUSS]:
