@@ -50,7 +50,7 @@ def with_explanations(
 ) -> tuple[Evidence, Mapping[str, Finding]]:
     """The evidence with further runs for these findings, and every finding that explains the failure.
 
-    The run is repeated if that was not done yet, since only replicas or runs may differ.
+    The run is repeated if that was not done yet, since the failure may be a difference between two runs alone.
     """
     trial.budget.begin(EXPLAINED_IN * trial.timeout_s)
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))

@@ -1,6 +1,6 @@
 """The findings of a run: a tensor that looks wrong is judged only after all that is known of rounding was applied.
 
-In float64 every tensor is first compared with training from the start, which rounding leaves alone (1e-13) unless
+In float64 every tensor is first compared with training from the start, which rounding changes by about 1e-13 unless
 training amplifies it. Where the first step agrees and a later one does not:
 
 1. Every step is compared with the dense model's step from the state that the subject had before it. What Adam may make

@@ -1,8 +1,8 @@
 """Random errors of the size of rounding in what operators return: Monte Carlo arithmetic.
 
 A result is multiplied by 1 + epsilon * u with u uniform between -1/2 and 1/2. So a computation in a wide dtype carries
-the errors that a narrower one would give it, whatever its text says. A computation in its own dtype shows how far it
-amplifies rounding of any kind.
+the errors that a narrower one would give it, whatever dtypes its code names. A computation in its own dtype shows how
+far it amplifies rounding of any kind.
 
 A contraction (a product of matrices, a sum) rounds more than its result. Kernels add up its n terms in the narrow
 dtype, or in float32 where that is wider. So its terms are moved too. The k-th of n independent terms, added one after
@@ -44,7 +44,7 @@ PRODUCTS = frozenset(
 )
 """Operators of aten that multiply matrices."""
 _SUMS = frozenset("cumsum linalg_vector_norm logcumsumexp logsumexp mean prod std sum var".split())
-"""Operators of aten that add up the numbers of their first argument."""
+"""Operators of aten that add up, or multiply, the numbers of their first argument."""
 _ROW_SUMS = frozenset(
     "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward "
     "embedding_dense_backward".split()
