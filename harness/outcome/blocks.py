@@ -83,7 +83,7 @@ def localize(outcome: object) -> dict[str, tuple[Block, ...]]:
 def blocks(value: object) -> tuple[Block, ...]:
     """Blocks of a value; several shards give several blocks, an empty iterable gives none.
 
-    Raises ValueError for what is none of these, such as a mapping.
+    Raises ValueError for what is no value, such as a mapping.
     """
     if is_dtensor(value):
         return _of_dtensor(value)

@@ -213,7 +213,7 @@ class RankRecorder:
     def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
         self._local.issued = issued
-        self._local.given = is_given(issued, sys._getframe(1).f_back)  # a thread of autograd has no more
+        self._local.given = is_given(issued, sys._getframe(1).f_back)  # None in a thread that autograd started
 
     def on_exit(self) -> None:
         """The call entered last is complete."""

@@ -128,7 +128,7 @@ class DispatchMode(TorchDispatchMode):
     """Sees every operator of its thread: while one is entered nothing is compiled, on any thread.
 
     torch.utils._python_dispatch.TorchDispatchMode, which the documentation names. Its `_should_skip_dynamo` has the
-    compiler switched off around every operator that a mode sees, which costs more than most operators: here it is off.
+    compiler switched off around every operator that a mode sees. That costs more than most operators: it is not done.
     """
 
     @classmethod
