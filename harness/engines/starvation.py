@@ -14,7 +14,7 @@ from shardproof.harness.interpreter import turns_of_threads
 LONGEST = 10
 """How many times its limit a run may take, including the time in which ranks compile or wait for a processor."""
 LOOKING_S = 1e-4
-"""The seconds that a computing thread may keep the interpreter while others look at it."""
+"""While threads are looked at, a thread that computes releases the interpreter after so many seconds."""
 _TASKS = Path("/proc/self/task")
 
 

@@ -134,7 +134,7 @@ def _settle_tensor(local: Tensor) -> Tensor:
 
 
 def _lack_of_tensor(local: object) -> tuple[str, str] | None:
-    """What is missing for a plain tensor of numbers, and what would be one; None if it is one."""
+    """Why a value is no plain tensor of numbers, and what would be one; None if it is one."""
     if not isinstance(local, Tensor):
         return f"{type(local).__name__} is not a tensor", "a torch.Tensor"
     if local.is_nested:
@@ -167,7 +167,7 @@ def dtype_word(what: torch.layout | torch.dtype) -> str:
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
-    """Whether this is a DTensor, without importing its module: that takes half as long as torch itself."""
+    """Whether this is a DTensor, without importing its module: the import takes half as long as that of torch."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 

@@ -34,7 +34,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 _IN_ALL = 3
 """The number of failures that may each take their whole time."""
 _SEARCH = 0.8
-"""The share of a failure's time for the search. The rest is for running statements that are cases of their own."""
+"""The share of a failure's time for the search. In the rest the cases that the found statements describe are run."""
 _GRACE_S = 10.0
 """How much longer than its time the process of the experiments may take, to end the case that it runs."""
 ENGINES = ("inproc", "pool", "dry")

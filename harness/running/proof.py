@@ -140,7 +140,7 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
 
 
 def _find_problems(trial: Trial) -> dict[str, Finding]:
-    """Findings on what is missing, by check: what the subject could not answer, and explaining runs without time."""
+    """Findings on what is missing, by check: answers of the subject, and runs of the explanation that had no time."""
     found = {
         check: Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
         for check, problem in trial.problems.items()

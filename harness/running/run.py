@@ -141,7 +141,7 @@ def _prove_in_processes(
 
 @contextmanager
 def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
-    """Forked processes for a request: up to two for ranks as threads, else one.
+    """Forked processes for a request: at most `processes` of it for ranks as threads, else at most one.
 
     The list is empty for torchrun, for profiles, and if this process cannot be forked: then it proves the cases itself.
     """

@@ -143,7 +143,7 @@ def witnesses(
     steps: range | None = None,
     options: str = "",
 ) -> Witnesses:
-    """Hold one session a tool; a tool that is missing or broken leaves a note and takes nothing else along.
+    """Hold one session a tool; a tool that is missing or broken leaves a note, and the other tools still have theirs.
 
     `steps` are watched, None for whole runs; `options` are further words of the command that repeats a case.
     """

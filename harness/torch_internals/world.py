@@ -91,7 +91,7 @@ _NEEDED = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Tables:
-    """Content of torch's `_World`, which it holds for a process, for one rank."""
+    """What torch's `_World` holds once for a process, for one rank."""
 
     default_pg: Any = None
     group_count: int = 0
@@ -141,7 +141,7 @@ def _missing_internals() -> list[str]:
 
 @contextmanager
 def by_thread() -> Iterator[dict[int, Any]]:
-    """Within it threads have worlds of their own: those in the dict that is yielded, by thread, as Tables.
+    """Within it threads have worlds of their own: the Tables in the dict that is yielded, by the thread's identity.
 
     Uses distributed_c10d._world and _World, and torch._C._distributed_c10d._set_thread_isolation_mode. Raises
     RequestError when another run is active in this process, MachineError where torch lacks a part.

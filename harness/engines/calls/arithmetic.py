@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
 
 class Disagreement(Exception):
-    """Of group ranks `ranks`, the first sends the second another size than that expects; `words` has a {} for each."""
+    """The first of the group ranks `ranks` sends the second another size than it expects; `words` has a {} for each."""
 
     def __init__(self, ranks: tuple[int, int], words: str) -> None:
         self.ranks = ranks

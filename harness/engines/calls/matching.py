@@ -396,7 +396,7 @@ def _select_roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> 
 
 
 def _order_of_divergence(found: Divergence, ranks: Sequence[RankCalls]) -> int:
-    """The `order` of the call on the first rank that has it and does not diverge, or, where ranks disagree, has it."""
+    """The `order` of the call on the first rank that has it. Ranks that diverge count only where fields differ."""
     for one in ranks:
         call = one.calls.get(found.channel, {}).get(found.number)
         if call is not None and (one.rank not in found.ranks or found.how in ("message", "differs")):

@@ -56,7 +56,7 @@ OPERATORS = {
     "barrier": Operator("barrier"),
     "monitored_barrier_": Operator("barrier"),
 }
-"""The payload must agree across ranks unless `agree` is given; a `form` that is not follows from how many tensors."""
+"""The payload must agree across ranks, or `agree` if given. Without a `form` it follows from the number of tensors."""
 
 
 def communicates(operator: Any) -> bool:

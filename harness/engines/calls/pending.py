@@ -25,7 +25,7 @@ ANY = -1
 class PendingCollective:
     """A collective in flight, identified by its group and its number in the group.
 
-    `signature` is that of the first rank that issued it, `missing` ranks have not issued it yet. By group rank:
+    `signature` is that of the first rank that issued it, `missing` how many ranks have not done so yet. By group rank:
     `issued` (what the rank brings, None until then) and `differing` (the signatures that differ from the first).
     `waiters` are the ranks that wait for it. `error` is why it could not be computed.
     """

@@ -204,7 +204,7 @@ class RecordedCall(NamedTuple):
 
 
 class ReadCalls(NamedTuple):
-    """What was read from a rank's flight recorder: the calls since the last time, and when.
+    """What was read from a rank's flight recorder: the calls since the last time, each with its time.
 
     `inside`: the call recorded last is a synchronous one that is not known to be complete. `waits`: 1 + the place,
     among the asynchronous calls, of the one for which the rank waits; 0 for none.

@@ -78,7 +78,7 @@ class GroupFacts(_TorchGroup):
         return self._group.description
 
     def getBackendName(self) -> str:
-        """No name of a C++ backend, for whose object torch would look. dist.get_backend returns gloo."""
+        """A name that no C++ backend has: torch would look for that backend's object. dist.get_backend returns gloo."""
         return "inproc"
 
     def get_backend(self, device: torch.device) -> Self:

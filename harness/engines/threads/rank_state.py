@@ -1,8 +1,8 @@
 """Process-wide state that every rank of the in-process engine has to itself: swapped at every change of turns.
 
-Random streams (torch's CPU generator, Python's `random`, numpy's global stream), the default dtype, and the state of
-modules that the request names. Swapping is sound only because one rank runs at a time. Not swapped, so shared by ranks:
-the working folder, CUDA generators, the state of other modules. The environment is looked up by thread.
+It is the random streams (torch's CPU generator, Python's `random`, numpy's global one), the default dtype, and the
+state of modules that the request names. Swapping is sound only because one rank runs at a time. Not swapped, so shared
+by ranks: the working folder, CUDA generators, the state of other modules. The environment is looked up by thread.
 
 The state of a named module is its globals and the attributes of its classes. From these the attributes of instances
 (singletons) and of functions are found in turn, and defaults of arguments that can be changed. Lists, dicts, sets and

@@ -133,7 +133,7 @@ class UpdateValues:
 
 
 def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:
-    """Have `before(parameters)` and `norm(total)` called around clipping by torch's functions and FSDP1's method.
+    """Have `before(parameters)` and `norm(total)` called around clipping by the functions of torch.nn.utils.
 
     The functions are replaced in torch; a module that imported one before keeps the original.
     """

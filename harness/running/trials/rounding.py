@@ -51,7 +51,7 @@ is reversed.
 FURTHER_PARTS = (10, 12, 14)
 """The same for errors of at most NEAR limits. With an even number the decoder uses torch's fused attention."""
 NEAR = 3.0
-"""The limit of an error may be too small by this factor at most, because all control runs were lucky."""
+"""The limit of an error may be too small by this factor at most, because all control runs happened to differ little."""
 _OF_PARAMETERS = ("grad", "param")
 """Kinds of tensors with the shapes of parameters."""
 _LARGE = 2**20
@@ -106,12 +106,12 @@ def may_be_rounding(trial: Trial, run: RecordedRun, wrong: Collection[Measured])
 
 
 def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Truth:
-    """The truth with the control runs of MORE_PARTS, since a single one may be lucky, and with what a relu may flip.
+    """The truth with the control runs of MORE_PARTS, since one may differ little by chance, and what a relu may flip.
 
     With large tensors the runs end as soon as no error is beyond its limit, since each costs as much as the ranks. If
-    an error is just beyond its limit, the runs of FURTHER_PARTS are added, since all may have been lucky. If it still
-    is, a choice may have gone another way: a truth of the subject's own gets AMPLIFIED runs, and for our dense model
-    such choices are bounded by relu flips and by Adam's bound.
+    an error is just beyond its limit, the runs of FURTHER_PARTS are added, since all may differ little by chance. If it
+    still is, a choice may have gone another way: a truth of the subject's own gets AMPLIFIED runs, and for our dense
+    model such choices are bounded by relu flips and by Adam's bound.
     """
     names, states, before = trial.reference, truth.controls.states, truth.tensors
     for parts in MORE_PARTS:

@@ -58,7 +58,7 @@ def deviations_of(trial: Trial) -> Mapping[str, float]:
 
 
 def ask_subject(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
-    """A statement of the subject about itself. If its own code fails, that is a problem of this check: `without`."""
+    """A statement of the subject about itself. If its own code fails, `without`, and a noted problem of this check."""
     try:
         return ask()
     except Unanswered as problem:  # no verdict on the run, but it must not look as if nothing were stated

@@ -173,7 +173,7 @@ _ANSWER_S = 2.0
 
 
 def hash_seed(place: int) -> int:
-    """The hash seed of the rank at this place: the parity of its binary digits, so that no power of two is a period."""
+    """The hash seed of the rank at this place, by the parity of its binary digits: no power of two is a period."""
     return _HASH_SEEDS[place.bit_count() % len(_HASH_SEEDS)]
 
 
