@@ -162,7 +162,7 @@ def state_terms(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
 def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
     """The standard deviation of initial values by parameter, 0 for a constant; empty if the subject states none.
 
-    Raises Unanswered if they cannot be read, or are no such mapping.
+    Raises Unanswered if they cannot be read, also in place of the TypeError of anything but such a mapping.
     """
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "deviations", None)
     by_name = {} if stating is None else stating(case)
@@ -185,8 +185,8 @@ def _complete(term: object) -> Term:
 def orders(case: CaseLike, subject: Subject) -> Axes:
     """The rank lists that the subject states for axes of its own rank order, empty if it states none.
 
-    Raises Unanswered if they are no mapping, and for an axis whose lists do not hold every rank of the case's world
-    once, in groups of the case's size.
+    Raises Unanswered in place of the TypeError of what is no mapping, and for an axis whose lists do not hold every
+    rank of the case's world once, in groups of the case's size.
     """
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
     rank_lists = None if stating is None else stating(case)
