@@ -91,7 +91,7 @@ _NEEDED = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Tables:
-    """What torch's `_World` holds once for a process, for one rank."""
+    """What torch's `_World` holds for a process, here for one rank."""
 
     default_pg: Any = None
     group_count: int = 0

@@ -10,7 +10,7 @@ from math import comb
 class Spread:
     """The median of some values, and the interval that holds the true median in 95 of 100 such samples.
 
-    With few values the interval is that of all values.
+    With few values the interval spans all of them.
     """
 
     median: float

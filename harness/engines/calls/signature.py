@@ -1,6 +1,6 @@
 """The signature of a call, in which all ranks must agree, the ledger's Call made from it, and the checks of arguments.
 
-Payload: numel * element size of certain tensors, never their storage. all_reduce, broadcast, send, recv, reduce: the
+Payload: numel * element size of these tensors, never their storage. all_reduce, broadcast, send, recv, reduce: the
 tensor. all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total send. gather: this
 rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
 

@@ -284,7 +284,7 @@ class _Disturbing(CollectiveMatcher):
             overwrite_tensors(finished.outputs[member], values[member])
 
     def _before(self, what: Fault, rank: int, right: list[Tensor]) -> Sequence[Tensor]:
-        """The right result of the rank's hit call before, if it has this shape. The first hit call has none before it:
+        """The right result of the rank's previous call that was hit, if it has this shape. The first one has none:
         it stays right, or gives zeros if the target is called once.
         """
         first = list(map(torch.zeros_like, right)) if what.target.once else right

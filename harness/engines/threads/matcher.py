@@ -192,8 +192,8 @@ class CollectiveMatcher:
         return group
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:
-        """Rank `rank` makes the world's group `number` of these ranks. If the first rank to make it made it of others,
-        this call never returns.
+        """Rank `rank` makes the world's group `number` of these ranks. If the first rank made it of others, this call
+        never returns.
         """
         first, others = self._made.setdefault((life, number), (rank, ranks))
         if others != ranks:
