@@ -1,8 +1,8 @@
 """The line `when:` of failed cases: which words of a case its failure needs, found by running it with other words.
 
 Failures with the same first place count as one. Of each such group the simplest case is examined, the simplest groups
-first. One failure takes at most `Request.when_s` seconds, and all together three times as long. Before that, the first
-failed case is tried on processes.
+first. One failure takes at most `Request.when_s` seconds, and all together three times as long. Before the searches the
+simplest failed case is run with ranks that are processes.
 """
 
 import tempfile
@@ -34,7 +34,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 _IN_ALL = 3
 """The number of failures that may each take their whole time."""
 _SEARCH = 0.8
-"""The share of a failure's time for the search. The rest is for running statements that are cases of their own."""
+"""The share of a failure's time for the search. In the rest the cases that the found statements describe are run."""
 _GRACE_S = 10.0
 """How much longer than its time the process of the experiments may take, to end the case that it runs."""
 ENGINES = ("inproc", "pool", "dry")
@@ -42,7 +42,7 @@ ENGINES = ("inproc", "pool", "dry")
 _OF_ONE_RUN = CHECKS.keys() - select_checks_by_need(CHECKS, Repeats) | {"run"}
 """Checks that need a single run of a case."""
 _WITHOUT_LAWS = {**CHECKS}
-"""The same checks in another mapping than CHECKS, to which `prove` would add LAWS."""
+"""A copy of CHECKS: to CHECKS itself `prove` would add LAWS."""
 Proves = Callable[..., CaseResult]
 """Proves a case by `checks` within `timeout_s`, with a second run if `repeat` is given, and explains nothing."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]

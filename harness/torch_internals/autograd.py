@@ -106,11 +106,10 @@ def told_of_backward(tell: Callable[[Any, Any], object]) -> Iterator[None]:
 
 @contextmanager
 def allow_disabled_hooks(own: Callable[[], graph.saved_tensors_hooks | None]) -> Iterator[None]:
-    """Within it, transforms of torch.func may disable hooks on saved tensors if all those in force are ones that `own`
-    returns.
+    """Within it, transforms of torch.func may begin under hooks on saved tensors if the innermost are those of `own()`.
 
-    They refuse to begin under any hooks; under the program's own hooks they still do. Uses
-    torch._C._autograd._saved_tensors_hooks_disable, through which torch.compile does it too, and
+    Without this they refuse to begin under any hooks; under the program's own hooks they still do. Uses
+    torch._C._autograd._saved_tensors_hooks_disable, through which torch.compile disables hooks too, and
     _top_saved_tensors_default_hooks; if they are missing, torch's refusal stands.
     """
     bindings = getattr(torch._C, "_autograd", None)

@@ -44,7 +44,7 @@ class InitialValues:
     _drawn_by: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def overwrite(self, named: Sequence[NamedParameter]) -> None:
-        """Give these parameters and buffers the other recording's values. Raises RequestError for another folder."""
+        """Give these parameters and buffers the other recording's values. Raises RequestError if it has none."""
         if not self.folder:
             return
         if not self._parts:

@@ -119,7 +119,7 @@ class ModuleValues:
         return oldest[0] if len(oldest) == 1 else None
 
     def _take_output(self, row: ValueRow, tensor: Tensor) -> list[ValueRow]:
-        """Record an output; the rows that wait for its gradient."""
+        """Record an output. Returns the rows that wait for its gradient."""
         seen, wanted = self._seen.get(id(tensor)), replace(row, kind="output_grad")
         if seen is not None and seen.tensor() is tensor and seen.version == version_of(tensor):
             self.store.repeat(row, seen.keys)

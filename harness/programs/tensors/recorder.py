@@ -187,7 +187,7 @@ class ValueRecorder:
             self._guard(self._updates.take_norm, norm)
 
     def on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """A step begins. With a closure its gradients exist only after it."""
+        """An optimizer's step begins. If it has a closure, its gradients exist only after the closure was called."""
         self._stepping += 1
         given = args[1] if len(args) > 1 else words.get("closure")
         if not callable(given):
@@ -206,7 +206,7 @@ class ValueRecorder:
             self._guard(self._updates.take_received, optimizer)
 
     def on_stepped(self) -> None:
-        """A step has ended."""
+        """An optimizer's step has ended."""
         self._stepping -= 1
         if not self._pid or not self._on:
             return

@@ -33,7 +33,7 @@ _NOWHERE = ModulePath("", "")
 
 @dataclass(slots=True, kw_only=True)
 class UpdateValues:
-    """Records into `store`. After a step `covered` says that no parameter with a gradient waits for an optimizer."""
+    """Records into `store`. After a step `covered` says that no trained parameter waits for an optimizer."""
 
     store: StepValues
     names: Names
@@ -51,8 +51,8 @@ class UpdateValues:
             kept.clear()
 
     def take_losses(self, tensors: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Backward begins from these tensors: single numbers are losses; stages of a pipeline begin
-        from larger ones, whose memory may have been freed already: then only the gradient shows their shape.
+        """Record the losses: the single numbers among the tensors from which backward begins. A pipeline's stages begin
+        from larger tensors, whose memory may have been freed already: then only the gradient shows their shape.
         """
         for tensor, gradient in zip(tensors, gradients, strict=True):
             if not isinstance(tensor, Tensor) or tensor.numel() != 1:
@@ -86,14 +86,14 @@ class UpdateValues:
 
     @property
     def covered(self) -> bool:
-        """Whether all parameters with a gradient belong to optimizers that have stepped."""
+        """Whether optimizers that have stepped hold all parameters that require a gradient, and no other tensors."""
         stepped = {id(p) for one in self._optimizers.values() for group in one.param_groups for p in group["params"]}
         return stepped <= self.names.parameters.keys() and all(
             id(one.tensor) in stepped for one in self.names.listed if one.tensor.requires_grad
         )
 
     def take_after(self) -> None:
-        """The step is over: values of the parameters and states of the optimizers."""
+        """The step is over: record the values of the parameters and the states of the optimizers."""
         for one in self.names.listed:
             if one.tensor.requires_grad:
                 self.store.add(self.store.make_row("param_after", one.place), one.tensor, one.split)
@@ -133,7 +133,7 @@ class UpdateValues:
 
 
 def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:
-    """Have `before(parameters)` and `norm(total)` called around clipping by torch's functions and FSDP1's method.
+    """Have `before(parameters)` and `norm(total)` called around clipping by the functions of torch.nn.utils.
 
     The functions are replaced in torch; a module that imported one before keeps the original.
     """

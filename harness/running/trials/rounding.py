@@ -1,6 +1,6 @@
 """The findings of a run: a tensor that looks wrong is judged only after all that is known of rounding was applied.
 
-In float64 every tensor is first compared with training from the start, which rounding leaves alone (1e-13) unless
+In float64 every tensor is first compared with training from the start, which rounding changes by about 1e-13 unless
 training amplifies it. Where the first step agrees and a later one does not:
 
 1. Every step is compared with the dense model's step from the state that the subject had before it. What Adam may make
@@ -51,7 +51,7 @@ is reversed.
 FURTHER_PARTS = (10, 12, 14)
 """The same for errors of at most NEAR limits. With an even number the decoder uses torch's fused attention."""
 NEAR = 3.0
-"""The limit of an error may be too small by this factor at most, because all control runs were lucky."""
+"""The limit of an error may be too small by this factor at most, because all control runs happened to differ little."""
 _OF_PARAMETERS = ("grad", "param")
 """Kinds of tensors with the shapes of parameters."""
 _LARGE = 2**20
@@ -108,8 +108,8 @@ def may_be_rounding(trial: Trial, run: RecordedRun, wrong: Collection[Measured])
 def _add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Iterator[Truth]:
     """The truth with one control run more each time, and at last with everything that may bound these errors.
 
-    The control runs are those of MORE_PARTS, since a single one may be lucky. If an error is just beyond its limit
-    then, those of FURTHER_PARTS are added, since all may have been lucky. If it still is, a choice may have gone
+    The control runs are those of MORE_PARTS, since one may differ little by chance. If an error is just beyond its
+    limit then, those of FURTHER_PARTS are added, since all may have done so. If it still is, a choice may have gone
     another way: a truth of the subject's own gets AMPLIFIED runs, and for our dense model such choices are bounded by
     relu flips and by Adam's bound.
     """

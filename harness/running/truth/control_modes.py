@@ -16,10 +16,10 @@ control runs are then as far from the truth as those of the same function writte
 With parts of PERTURBED nothing is cut: the result of every operator is off by a random part of its own rounding.
 The outcome shows how far a model amplifies rounding of any kind.
 
-A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR times as far. They do not bound choices:
-which of two logits is larger, or the sign of a gradient of which Adam makes a whole step. A right program may choose
-otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much, and turn often what
-such an error can turn at all.
+CONTROL_FACTOR times the effect in a few control runs bounds results that depend smoothly on numbers. It does not bound
+choices: which of two logits is larger, or the sign of a gradient of which Adam makes a whole step. A right program may
+choose otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much, and often
+change the choices that such an error can change.
 """
 
 import threading
