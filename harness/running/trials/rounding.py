@@ -105,7 +105,7 @@ def may_be_rounding(trial: Trial, run: RecordedRun, wrong: Collection[Measured])
     return bool(doubts) and (all(doubts) if trial.verdict_alone else any(doubts))
 
 
-def _add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Iterator[Truth]:
+def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Iterator[Truth]:
     """The truth with one control run more each time, and at last with everything that may bound these errors.
 
     The control runs are those of MORE_PARTS, since one may differ little by chance. If an error is just beyond its
@@ -248,7 +248,7 @@ def _with_more_controls(
     wrong = wrong_of(findings)
     if not may_be_rounding(trial, evidence.run, wrong):
         return evidence, findings
-    for truth in _add_controls(trial, evidence.run, evidence.truth, wrong):
+    for truth in add_controls(trial, evidence.run, evidence.truth, wrong):
         evidence = replace(evidence, truth=truth)
         if _find_furthest(evidence.run, truth, wrong) <= 1:
             again = _judge_again(evidence, findings, checks)
