@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, call_at_end
 from shardproof.harness.programs.tensors import numerics
+from shardproof.harness.programs.tensors.messages import watch_messages
 from shardproof.harness.programs.tensors.names import Enclosing
 from shardproof.harness.programs.tensors.recorder import ValueRecorder
 from shardproof.harness.programs.tensors.updates import watch_clipping, watch_clipping_of_fsdp
@@ -27,13 +28,14 @@ class RecordingHooks:
         self._watches_fsdp = False
 
     def arm(self) -> None:
-        """Record every module call, backward, clipping and optimizer step of this process from now on."""
+        """Record every module call, backward, clipping, message and optimizer step of this process from now on."""
         self._on_calls.enter_context(called_by(self._call))
         self._on_modules = register_module_forward_hook(self._on_output)
         register_optimizer_step_pre_hook(self._on_stepping)
         register_optimizer_step_post_hook(self._on_stepped)
         self._on_calls.enter_context(told_of_backward(self._on_backward))
         watch_clipping(self._on_clipping, self._on_norm)
+        watch_messages(self._on_message)
 
     def watch_fsdp(self) -> None:
         """Record the clipping of FSDP1 too, if the program has imported it."""
@@ -74,6 +76,10 @@ class RecordingHooks:
     def _on_clipping(self, parameters: list[Tensor]) -> None:
         if (recorder := self._recorder_of()) is not None:
             recorder.on_clipping(parameters)
+
+    def _on_message(self, source: int) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_message(source)
 
     def _on_norm(self, norm: object) -> None:
         if (recorder := self._recorder_of()) is not None:

@@ -186,6 +186,10 @@ class ValueRecorder:
         if self._takes:
             self._guard(self._updates.take_norm, norm)
 
+    def on_message(self, source: int) -> None:
+        """A message of another rank is about to be received, or one sent (messages.SENT): the first one is noted."""
+        self._about.setdefault("fed_by", source)
+
     def on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         """A step begins. With a closure its gradients exist only after it."""
         self._stepping += 1
@@ -236,7 +240,11 @@ class ValueRecorder:
             "wrappers": sorted(self._names.wrappers),
             "same_init": self._initial.lacking,
             "drawn_parts": self._initial.drawn,
-            "options": {"dtype": self._options.dtype, "dropout": self._options.dropout},
+            "options": {
+                "dtype": self._options.dtype,
+                "dropout": self._options.dropout,
+                "same_init": bool(self._options.same_init),
+            },
         }
         write_about(self._folder, self._rank, self._about)
 
