@@ -14,7 +14,7 @@ from shardproof.harness.programs.tensors.messages import watch_messages
 from shardproof.harness.programs.tensors.names import Enclosing
 from shardproof.harness.programs.tensors.recorder import ValueRecorder
 from shardproof.harness.programs.tensors.updates import watch_clipping, watch_clipping_of_fsdp
-from shardproof.harness.torch_internals.autograd import called_by, told_of_backward
+from shardproof.harness.torch_internals.autograd import called_by, told_of_backward, told_of_replaced_results
 
 
 class RecordingHooks:
@@ -34,6 +34,7 @@ class RecordingHooks:
         register_optimizer_step_pre_hook(self._on_stepping)
         register_optimizer_step_post_hook(self._on_stepped)
         self._on_calls.enter_context(told_of_backward(self._on_backward))
+        self._on_calls.enter_context(told_of_replaced_results(self._on_replaced))
         watch_clipping(self._on_clipping, self._on_norm)
         watch_messages(self._on_message)
 
@@ -64,6 +65,10 @@ class RecordingHooks:
     def _on_backward(self, tensors: Any, gradients: Any) -> None:
         if (recorder := self._recorder_of()) is not None:
             recorder.on_backward(tensors, gradients)
+
+    def _on_replaced(self, result: Tensor) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_replaced(result)
 
     def _on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         recorder = self._recorder_of()

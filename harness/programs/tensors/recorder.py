@@ -176,6 +176,11 @@ class ValueRecorder:
         if self._takes and current_task() == -1:
             self._guard(self._updates.take_losses, tensors, gradients)
 
+    def on_replaced(self, result: Tensor) -> None:
+        """The memory of this tensor, which may be a loss, is about to be replaced."""
+        if self._takes:
+            self._guard(self._updates.keep_loss, result)
+
     def on_clipping(self, parameters: list[Tensor]) -> None:
         """The gradients of these parameters are about to be clipped."""
         if self._takes:

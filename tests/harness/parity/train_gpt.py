@@ -191,7 +191,9 @@ def step_of_stage(stage: nn.Module, rank: int, x: Tensor, y: Tensor, args: argpa
         given.requires_grad_()
     out = stage(given if rank else x)
     if rank == dist.get_world_size() - 1:
-        (F.cross_entropy(out.flatten(0, 1), y.flatten()) / args.accumulate).backward()
+        loss = F.cross_entropy(out.flatten(0, 1), y.flatten()) / args.accumulate
+        loss.data = torch.empty(())  # freed and scaled then, as Megatron does
+        (loss * torch.ones(1)).backward()
     else:
         dist.send(out.detach().contiguous(), rank + 1)
         gradient = torch.empty_like(out)

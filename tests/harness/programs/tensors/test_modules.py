@@ -12,6 +12,8 @@ from shardproof.harness.programs.tensors.messages import SENT, watch_messages
 from shardproof.harness.programs.tensors.modules import ModuleValues
 from shardproof.harness.programs.tensors.names import Names
 from shardproof.harness.programs.tensors.store import StepValues
+from shardproof.harness.programs.tensors.updates import UpdateValues
+from shardproof.harness.torch_internals.autograd import told_of_replaced_results
 
 
 class _Forked(nn.Module):
@@ -69,3 +71,23 @@ def test_messages_are_told_by_their_global_source_and_a_sending_as_such(monkeypa
     dist.irecv(tensor)
     room.isend(tensor, 1)
     assert told == [3, 21, 0, SENT] and len(passed) == 5
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_loss_whose_memory_was_freed_has_the_value_that_it_had(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(StepValues, "add", lambda store, row, value: seen.append(float(value)))
+    updates = UpdateValues(store=StepValues(budget_bytes=2**20), names=Names())
+    with told_of_replaced_results(updates.keep_loss):
+        weight = torch.ones(3, requires_grad=True)
+        losses = [(weight * number).sum() for number in (1.0, 2.0)]
+        weight.data = torch.zeros(3)  # no result
+        for loss in losses:
+            loss.data = torch.full((1,), -7.0)
+        for loss in losses:
+            begun = loss if scale == 1.0 else torch.tensor([scale]) * loss
+            updates.take_losses([begun], [None])
+            begun.backward()
+        updates.take_losses([(weight * 5).sum()], [None])
+    assert seen == [3 * scale, 6 * scale, 0.0]
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((3,), 3 * scale))
