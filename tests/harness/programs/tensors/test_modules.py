@@ -76,7 +76,7 @@ def test_messages_are_told_by_their_global_source_and_a_sending_as_such(monkeypa
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_loss_whose_memory_was_freed_has_the_value_that_it_had(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(StepValues, "add", lambda store, row, value: seen.append(float(value)))
+    monkeypatch.setattr(StepValues, "add", lambda store, row, value: seen.append(value.item()))
     updates = UpdateValues(store=StepValues(budget_bytes=2**20), names=Names())
     with told_of_replaced_results(updates.keep_loss):
         weight = torch.ones(3, requires_grad=True)
