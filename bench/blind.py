@@ -169,9 +169,7 @@ def _failure_columns(bug: Mutant, result: CaseResult) -> dict[str, object]:
     }
 
 
-def _when_columns(
-    bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine
-) -> dict[str, object]:
+def _when_columns(bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine) -> dict[str, object]:
     """Columns about the words that the failure needs. Each statement about them is run again."""
     failed = Failed(case=result.case, verdicts=result.verdicts)
     again = partial(prove, subject=subject, engine=engine, explain=False)

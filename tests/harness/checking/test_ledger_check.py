@@ -68,8 +68,9 @@ def test_a_call_that_is_made_too_late_is_missed_where_it_was_due() -> None:
     """Unless the first pass makes it in its place: then it is first wrong where a later pass makes it."""
 
     def first_line(step: int) -> tuple[str, str]:
-        moved = ("layers.0.mlp.w1", (step, 1))
-        late = [replace(e, phase="grad_sync", region="") if moved == (e.region, (e.step, 1)) else e for e in events()]
+        moved = [event.region == "layers.0.mlp.w1" and event.step == step for event in events()]
+        pairs = zip(events(), moved, strict=True)
+        late = [replace(event, phase="grad_sync", region="") if is_late else event for event, is_late in pairs]
         line = find_differences(late, TERMS, range(2), MODULES)[0].line
         return line.phase, line.region
 
