@@ -28,7 +28,7 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     returned = run.returned
     comparable = [name for name in truth.tensors if name in returned]
     missing = [name for name in truth.tensors if name not in returned]
-    declared = {name for name in missing if _matches_any_pattern(name, claims.declared)}
+    declared = {name for name in missing if is_declared(name, claims.declared)}
     strange = tuple(sorted(returned - set(truth.tensors)))
     kinds = {kind_of(name) for name in returned}
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
@@ -52,7 +52,7 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(truth.tensors, strange)  # the check of the update reports these
     strange = tuple(name for name in strange if name not in made)
-    all_declared = all(_matches_any_pattern(name, claims.declared) for name in truth.tensors)
+    all_declared = all(is_declared(name, claims.declared) for name in truth.tensors)
     problems = [
         *([state_fact("declares_all", patterns=claims.declared)] if all_declared else ()),
         *(claims.known_differences.problems(truth.tensors) if claims.known_differences else ()),
@@ -75,7 +75,8 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     )
 
 
-def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
+def is_declared(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of those that the subject leaves out on purpose."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

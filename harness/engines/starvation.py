@@ -37,6 +37,12 @@ class Starvation:
         self.lost_s += lost_s
         return lost_s
 
+    def own_seconds(self, longest: float) -> float:
+        """Seconds since this was made but for those that were lost; at least 1 / `longest` of all."""
+        self.look()
+        passed_s = time.monotonic() - self._since_s
+        return max(passed_s - self.lost_s, passed_s / longest)
+
     @property
     def words(self) -> str:
         """A note on a busy machine; "" if less than a fifth of the time was lost."""

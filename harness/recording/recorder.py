@@ -25,7 +25,7 @@ from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
 from shardproof.harness.recording.observations import Entered, Issued, Left, read_observation
 from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
-from shardproof.harness.recording.watch import WATCHING, Emit, Watch
+from shardproof.harness.recording.watch import WATCHING, Emit, Watch, is_of_checkpoint
 from shardproof.harness.torch_internals.autograd import node_raised
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ class Recorder:
             while observations and isinstance(observations[-1], Left) and observations[-1].raised:
                 observations.pop()
         in_backward, node = node_raised(frames)
-        return Attribution.of(observations).raised_at(in_backward=in_backward, node=node)
+        site = Attribution.of(observations).raised_at(in_backward=in_backward, node=node)
+        loads = not site.phase and any(is_of_checkpoint(frame.f_code) for frame in frames)
+        return site._replace(phase="checkpoint") if loads else site
 
     def site_of_last_call(self, rank: int) -> Site | None:
         """Where a rank issued its latest call; None if it has issued none."""

@@ -66,7 +66,7 @@ from shardproof.harness.torch_internals.compiler import not_compiled
 
 _CHECKPOINT = checkpoint.__file__
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_SAVES = os.path.join(_TORCH, "distributed", "checkpoint", "")
+_SAVES = os.path.join(_TORCH, "distributed", "checkpoint", ""), torch.serialization.__file__
 
 
 def surroundings(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
@@ -112,16 +112,28 @@ def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
 def kept_by_torch(frame: FrameType | None) -> tuple[bool, bool]:
     """(whether torch saves or loads a checkpoint or a state_dict, whether it makes a full copy of a DTensor).
 
-    Searched are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `state_dict` and its like.
+    Searched are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `torch.load`, `state_dict`
+    and its like.
     """
     copies = False
     while frame is not None and not is_user(frame.f_code.co_filename):
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        if file.startswith(_SAVES) or (name.endswith("state_dict") and file.startswith(_TORCH)):
+        if _is_of_states(frame.f_code):
             return True, copies
-        copies = copies or name == "full_tensor"
+        copies = copies or frame.f_code.co_name == "full_tensor"
         frame = frame.f_back
     return False, copies
+
+
+def _is_of_states(code: CodeType) -> bool:
+    """Whether this function of torch saves or loads."""
+    file = code.co_filename
+    return file.startswith(_SAVES) or (code.co_name.endswith("state_dict") and file.startswith(_TORCH))
+
+
+def is_of_checkpoint(code: CodeType) -> bool:
+    """Whether this function saves or loads: one of torch, or one in a file or folder called after checkpoints."""
+    file = code.co_filename
+    return "checkpoint" in "/".join(file.split(os.sep)[-2:]) if is_user(file) else _is_of_states(code)
 
 
 def steps_around(frame: FrameType | None) -> int:

@@ -55,7 +55,7 @@ def state_difference(parted: Difference) -> Fact:
     return state_fact(
         "call_differs",
         kind=parted.kind,
-        place=parted.line.place,
+        place=(found or parted.line).place,
         calls=parted.calls,
         found=str(found or ""),
         expected=(found and parted.term) or str(expected or ""),
