@@ -178,7 +178,7 @@ def ring_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
         row
         for op in ("send", "recv")
         for row in (
-            follow("forward backward", op, why="keys and values of the next rank"),
+            follow("forward backward", op, why="keys and values go on to the next rank"),
             follow("backward", op, why="gradients follow their keys and values", dtype="loss"),
             block("backward", op, why=home, dtype="loss"),
         )

@@ -158,7 +158,7 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
 def check_name(name: str) -> None:
     """Raise RequestError unless a baseline may have this name."""
     if not _is_legal_name(name):
-        rule = "must be a name of at most 100 letters, digits, dots, dashes"
+        rule = "must be a name of at most 100 letters, digits, dots, dashes and underscores, the first none of .-"
         raise RequestError(f"baseline={shorten_path(name)}: {rule}; legal: main")
 
 
