@@ -64,7 +64,7 @@ def find_differences(
 ) -> list[Difference]:
     """Where the ledger differs from the expectation on any of these ranks, in the order of training.
 
-    `axes` are the case's, for terms that hold at some ranks alone.
+    `order` are the modules in the order of forward, `axes` those of the case, for terms that hold at some ranks alone.
     """
     found: dict[int, Counter[EventKey]] = {rank: Counter() for rank in ranks}
     callers: dict[EventKey, str] = {}
@@ -91,7 +91,7 @@ def find_differences(
 
 
 def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> list[Difference]:
-    """These differences, without those of payloads alone in calls of these modules.
+    """These differences, without calls of these modules of which some differ in their payload alone.
 
     If rows were routed in another way, a call has other rows, or is not made for want of rows.
     """
@@ -166,9 +166,7 @@ def _count_term(
 
 
 def _find_substitute(parts: Iterable[Difference], term: Term) -> Difference | None:
-    """The extra event that is most similar to those that this term counts; None if none has anything in common with
-    them.
-    """
+    """The extra event most similar to those that this term counts; None if none has a field in common with them."""
 
     def alike(part: Difference) -> int:
         return sum(getattr(term, name) == getattr(part.line, name) for name in FIELDS if name in term.stated)

@@ -22,8 +22,8 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     If the subject never returns a kind of names ("grad", "logits"), that is only listed as unchecked. If it returns
-    some names of a kind and lacks others, or has names that the truth lacks, the verdict is unknown. In
-    `subject.unchecked` it declares, as patterns, the names that are missing on purpose.
+    some names of a kind and lacks others, or has names that the truth lacks, the verdict is unknown; if it returns no
+    name of the truth, it fails. `subject.unchecked` declares, as patterns, the names that are missing on purpose.
     """
     returned = run.returned
     comparable = [name for name in truth.tensors if name in returned]
@@ -34,7 +34,7 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
     decided = {
         kind: (0, count) for kind, count in unreturned.items() if kind not in kinds
-    }  # other checks count the others
+    }  # other checks count names of returned kinds
     if truth.unmergeable:
         notes = notes_about(undecided=tuple(sorted(returned)))
         return Finding(verdict=UNKNOWN, facts=(state_fact("unmergeable"),), notes=notes)

@@ -1,10 +1,10 @@
 """The regrouping law: one global batch gives one step, however it is split over ranks and micro-batches.
 
-Data ranks and micro-batches take other samples, context ranks other tokens of them, stages other layers.
+In another grouping data ranks and micro-batches take other samples, context ranks other tokens, stages other layers.
 
 The law needs no dense model. Loss, token count, gradients and gradient norm of the first step are equal up to rounding.
-So are the parameters after it, but for what an optimizer makes of rounding. A breach is named by its factor, which most
-real bugs of data parallelism and gradient accumulation have: a loss averaged instead of summed, a mean of means.
+So are the parameters after it, but for what an optimizer makes of rounding. A breach is named by its factor. Most real
+bugs of data parallelism and gradient accumulation have one: a loss averaged instead of summed, a mean of means.
 
 In lower precision the first step alone is compared. Each of the two groupings may be as far from exact arithmetic as
 the control runs of the dense model allow, so they may differ by twice as much.

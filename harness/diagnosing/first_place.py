@@ -166,10 +166,10 @@ def has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> b
 
 
 def _user_of(truth: Truth, module: str) -> str:
-    """The module whose backward computes the gradient of the output of `module`; the last module itself has none after.
+    """The module whose backward computes the gradient of the output of `module`.
 
-    It is the next module in the same parent, or else the next one at all. Code between two siblings, as after a block
-    (a residual sum) or between two matrices, belongs to their parent.
+    It is the next module in the same parent, or else the next one at all; for the last one it is that module. Code
+    between two siblings, as after a block (a residual sum) or between two matrices, belongs to their parent.
     """
     order = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     if module not in order:

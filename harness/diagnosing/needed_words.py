@@ -185,7 +185,7 @@ class _Search:
     def _controls(self, word: str, other: CaseLike) -> list[CaseLike]:
         """Cases with the words that changed beside this one, each alone and all together, and with this one unchanged.
 
-        Combinations that a rule changes along with this word are left out.
+        Combinations for which a rule changes this word too are left out.
         """
         along = {one: getattr(other, one) for one in sorted(self._find_differing_words(other) - {word})}
         found = []

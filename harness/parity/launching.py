@@ -35,7 +35,7 @@ _LAST = 12
 _LAST_BYTES = 2**18
 """The most bytes of output that are searched for these lines."""
 _SUMMARY = "torch/distributed/elastic/multiprocessing/api.py"
-"""A word of the line with which torchrun begins to report that a rank has failed. The reason stands before it."""
+"""A part of the line with which torchrun begins to report that a rank has failed. The reason stands before it."""
 _LOOK_S = 0.1
 _END_S = 10.0
 """How long processes have to end after a SIGTERM."""

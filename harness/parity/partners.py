@@ -169,7 +169,7 @@ class _Index:
     def _along(self, local: Tensor, dim: int, name: str | None) -> SlicePlacement | None:
         """The places of its slices along a dim, in one parameter or in any; None if one of them is nowhere.
 
-        Slices at the end that are nowhere may be padding, if the parameter of its name ends with the slice before.
+        Slices at the end that are nowhere may be padding, if the slice before them is the last of the named parameter.
         """
         places = self._find_slices(local, dim, name)
         length = local.shape[dim]
@@ -199,7 +199,7 @@ class _Index:
         return places
 
     def _slices_like(self, local: Tensor, dim: int) -> Mapping[bytes, Sequence[tuple[str, int]]]:
-        """Bits in this tensor's dtype -> parameter and number of every slice along `dim` of the shape of its slices."""
+        """Bits in this tensor's dtype -> parameter and number of every slice along `dim` that has its slices' shape."""
         rest = (*local.shape[:dim], *local.shape[dim + 1 :])
         key = dim, rest, local.dtype
         if key not in self._slices:

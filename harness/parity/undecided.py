@@ -60,9 +60,7 @@ def undecided_by_starts(seen: LaunchComparison, findings: dict[str, Finding]) ->
 
 
 def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Losses that differ between ranks are unknown, not failed, if nothing shows whether these read
-    the same samples.
-    """
+    """The findings; losses on which ranks disagree are unknown if nothing shows whether these read the same samples."""
     torn = findings.get("replicas")
     if findings[samples.CHECK].verdict != UNKNOWN or torn is None or {*map(kind_of, torn.names)} != {"loss"}:
         return findings

@@ -6,7 +6,7 @@
 
 While ranks run it only keeps plain tuples; steps, phases, regions and axes are worked out when the events are read.
 Times are microseconds since the recorder was entered. A call that never completed, or whose completion is not reported
-(an async call of gloo), has duration_us 0. With a stopwatch, calls on the device start and end when their streams do.
+(an async call of gloo), has duration_us 0. With a stopwatch, calls on the device are timed by marks in their streams.
 """
 
 import sys
@@ -137,7 +137,8 @@ class Recorder:
             [read_observation(plain) for plain in self._track(rank).observations],
             [*frames_left(error)],
         )
-        # The exception left these modules. Another one did if it left none: recomputation stops early by one.
+        # Modules that this exception left are popped, since it was raised in them. If its traceback has no frame of the
+        # wrapper, another exception left them: recomputation raises one to stop early.
         if any(frame.f_code is WATCHING for frame in frames):
             while observations and isinstance(observations[-1], Left) and observations[-1].raised:
                 observations.pop()

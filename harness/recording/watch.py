@@ -5,7 +5,7 @@ before a module's own forward hooks, in which DTensor's plans communicate. Wrapp
 up the slots of every module class again, half a millisecond a run. Optimizers are observed by torch's global step
 hooks. A prehook on the node of an outermost output reports that backward arrived; it adds no node and reads nothing.
 torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. A module whose `module.compile()`
-was called before is not observed, since its result is called in place of `_call_impl`.
+was called before is not observed, since the compiled call replaces `_call_impl`.
 
 Every rank of a process has its own thread, which enters `on_rank`. Other threads (autograd's for a device, workers)
 belong to the rank if it is the only one in the process.
@@ -96,8 +96,8 @@ def _outer(frame: FrameType) -> int:
 
 
 def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
-    """Whether gradients are off because the user said so, and not because an autograd Function's forward runs, up to
-    `until`.
+    """Whether the user turned gradients off, by the frames up to `until`. False if they are off only because the
+    forward of an autograd Function runs.
     """
     inner = None
     while frame is not None and frame.f_code is not until:
@@ -342,9 +342,7 @@ class Watch:
         return lane
 
     def _adopt(self) -> ThreadWatch | None:
-        """The lane of a thread that entered no rank: it works for the only rank of the process; None if there are
-        several.
-        """
+        """The lane of a thread that entered no rank: that of the process's only rank; None if there are several."""
         ranks = list(self._open)
         return self.lane(ranks[0]) if len(ranks) == 1 else None
 

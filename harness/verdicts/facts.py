@@ -184,7 +184,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongTensor:
-    """A tensor beyond its limit, in the measure that came closest to it."""
+    """A tensor beyond its limit, in the measure in which it is furthest beyond."""
 
     name: str
     measure: str

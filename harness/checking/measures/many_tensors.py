@@ -27,9 +27,7 @@ _EPSILON = epsilon("float64")
 
 
 BLOCK = 2**18
-"""The number of elements that are compared at a time. Large tensors are read in blocks, so that no temporary is as
-large.
-"""
+"""The most elements that are read at a time: large tensors are read in blocks, so that no temporary is as large."""
 SOUND = (1e-140, 1e38)
 """A largest element between these two has a square that neither underflows nor overflows, and is none of LARGEST."""
 LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16))

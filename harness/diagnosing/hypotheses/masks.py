@@ -4,8 +4,7 @@ There are four mistakes. Ranks that hold different shards over an axis use one m
 independent of each other (by an exact test, not by similarity). A rank uses the mask of a module that other ranks
 compute. Backward uses another mask than forward.
 
-Sources: Megatron-LM #1256 (sequence parallelism from the default stream), #4828 (context ranks); bugs.md B-100 to
-B-104.
+Sources: Megatron-LM #1256 (sequence parallelism from the default stream), #4828 (context ranks).
 """
 
 import itertools
@@ -37,9 +36,9 @@ _ORDINARY = 1e-3
 
 
 def from_masks(failure: Failure) -> list[Cause]:
-    """The cause of the first wrong name that is a mask, the first of several that fit.
+    """The cause: masks that backward drew anew, else the first cause that fits the first wrong mask.
 
-    The truth takes its masks from the ranks, so it does not know better.
+    The latter is looked for if the truth takes its masks from the ranks. Otherwise the truth shows which are right.
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
