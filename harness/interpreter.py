@@ -1,6 +1,7 @@
 """Python's interpreter: the first lines of a new one, garbage collection, turns of threads, Ctrl-C."""
 
 import gc
+import os
 import signal
 import sys
 import threading
@@ -20,6 +21,18 @@ def boot() -> str:
     collection is off, since all that is loaded next stays.
     """
     return _BOOT.format(path=sys.path)
+
+
+def open_missing_streams() -> None:
+    """Open the null device in the place of standard streams that are closed: else the next file would be one of them.
+
+    Processes that are started later inherit it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (it stays open as the process's own)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from shardproof.harness.engines.calls.callers import Caller, issued_at, waits_wh
 from shardproof.harness.engines.calls.operators import OperatorCall
 from shardproof.harness.engines.calls.pending import MAKES_GROUP
 from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.errors import MachineError
 
 _WAITING_IN = (
     *("engines/interposer.py", "processes/flight_recorder.py", "forked/worker.py"),  # gloo connects in the last
@@ -216,13 +217,20 @@ class ReadCalls(NamedTuple):
 
 
 def anonymous_file() -> int:
-    """A descriptor of a file without a name, large enough for a flight recorder."""
+    """A descriptor of a file without a name, large enough for a flight recorder. Raises MachineError if a limit of the
+    process forbids one.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("shardproof flight recorder")
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, RECORDER_BYTES)
+    try:
+        os.ftruncate(descriptor, RECORDER_BYTES)
+    except OSError as problem:
+        os.close(descriptor)
+        rule = f"a rank's calls need a file of {RECORDER_BYTES >> 20} MiB in memory"
+        raise MachineError(f"{rule} ({problem.strerror}); legal: a larger `ulimit -f`") from problem
     return descriptor
 
 

@@ -137,6 +137,18 @@ def _addmm(parts: int, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return _mm(parts, left, right) + bias
 
 
+def _mv(parts: int, left: Tensor, right: Tensor) -> Tensor:
+    return _mm(parts, left, right.unsqueeze(-1)).squeeze(-1)
+
+
+def _dot(parts: int, left: Tensor, right: Tensor) -> Tensor:
+    return _mv(parts, left.unsqueeze(0), right).squeeze(0)
+
+
+def _addmv(parts: int, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return _mv(parts, left, right) + bias
+
+
 def _sum(parts: int, tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
     """The sum over these dimensions (all, when there are none) by slices of the longest, each summed in turn."""
     over = [dim % tensor.dim() for dim in dims] if dims else list(range(tensor.dim()))
@@ -179,6 +191,9 @@ _CUT: Mapping[Any, Callable[..., Tensor]] = {
     aten.bmm.default: _mm,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm,
+    aten.mv.default: _mv,
+    aten.addmv.default: _addmv,
+    aten.dot.default: _dot,
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _whole,
 }

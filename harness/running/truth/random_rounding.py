@@ -105,7 +105,7 @@ class RandomRounding(DispatchMode):
         if operator.namespace == "_c10d_functional":  # it returns before its result is there, which is waited for later
             return self.compute(operator, args, kwargs)
         name, new, exact = _kind_of(operator)
-        if not self._units or not (self._inputs or self._computes(args, kwargs)):
+        if not self._units or not (self._inputs or name in PRODUCTS or self._computes(args, kwargs)):
             return self._note_product(name, self.compute(operator, args, kwargs))
         if name in PRODUCTS or name in _SUMS:
             args = self._terms_moved(name, args)
@@ -137,17 +137,14 @@ class RandomRounding(DispatchMode):
                     x.copy_(self._move_randomly(x))
 
     def _computes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operator is given a parameter, a number in a dtype not of `units`, or what follows from such."""
+        """Whether an operator is given a parameter, or what follows from parameters or products of matrices."""
         real = (x for x in leaves((args, kwargs)) if _is_real(x))
-        return any(
-            x.dtype not in self._units or (x.requires_grad and x.is_leaf) or storage_id(x) in self._computed
-            for x in real
-        )
+        return any((x.requires_grad and x.is_leaf) or storage_id(x) in self._computed for x in real)
 
     def _remember(self, result: Any) -> None:
         """Remember the memory of what is computed for as long as it lives."""
         for x in () if self._inputs else leaves(result):
-            if _is_real(x) and x.dtype in self._units and storage_id(x) not in self._computed:
+            if _is_real(x) and storage_id(x) not in self._computed:
                 key = storage_id(x)
                 gone = functools.partial(self._computed.pop, key)
                 self._computed[key] = weakref.ref(numbers_of(x).untyped_storage(), gone)
