@@ -113,13 +113,14 @@ def _where(problem: BaseException) -> str:
 def session(subject: Subject) -> Iterator[None]:
     """The context of `subject.session()`, in which its ranks and its truth run; without it an empty one.
 
-    Raises Unanswered if it cannot be entered.
+    Raises Unanswered if it cannot be entered, or left after a body that ended well.
     """
     make: Callable[[], AbstractContextManager[object]] | None = getattr(subject, "session", None)
     with ExitStack() as stack:
         if make is not None:
             answer_question("session", lambda: stack.enter_context(make()))
         yield
+        answer_question("session", stack.close)
 
 
 def offers(subject: Subject, attribute: str) -> bool:
