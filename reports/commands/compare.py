@@ -110,7 +110,7 @@ def _print_comparison(comparison: Comparison) -> None:
     else:
         show_table(times_table(comparison.times), sys.stdout)
     for breach in _shorten_breaches(comparison):
-        show_words(f"limit --fail {breach}", sys.stdout, style="bold red")
+        show_words(f"exceeds --fail {breach}", sys.stdout, style="bold red")
     asked = ", ".join(map(str, comparison.asked))
     if not comparison.breaches:
         show_message(f"no limit is broken: {asked}", sys.stdout, style="green")

@@ -42,8 +42,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run, check, record, report. Exit status: 0 all pass, 1 a check failed or could
     not be decided, 2 nothing ran, 3 the machine failed.
 
-    130 after a Ctrl-C or a SIGTERM: what was finished is reported, in the folder and on the screen. Of launched ranks, rank 0 alone
-    does this; the others serve it, and are released when it refuses the request.
+    130 after a Ctrl-C or a SIGTERM: what was finished is reported, in the folder and on the screen. Of launched ranks,
+    rank 0 alone does this; the others serve it, and are released when it refuses the request.
     """
     request: Request | None = arguments.request
     if request is None:  # of launched ranks, the first reads it, and releases the others when it is refused

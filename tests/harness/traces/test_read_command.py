@@ -105,7 +105,7 @@ def test_traces_are_compared_whatever_their_steps_and_ranks(run: CommandLine, tm
     assert status == 1
     assert run("compare", "base.json", "same/latest", *gate)[0] == 0
     assert run("compare", "base.json", "grown.json", *gate)[0] == 1
-    assert "all_reduce (?) of float32 ?, 4,096 bytes" in out and "breach: calls:0" in out
+    assert "all_reduce (?) of float32 ?, 4,096 bytes" in out and "exceeds --fail calls:0" in out
 
 
 def test_steps_that_differ_are_told_and_sizes_of_uneven_all_to_alls_differ_by_themselves(run: CommandLine) -> None:
