@@ -375,7 +375,12 @@ PRETRAIN_GPT = Program(
     ),
     files={"on_cpu.py": _on_cpu('run_path("pretrain_gpt.py"', available=True, first=_MEGATRON_NEEDS)},
     first=f"1 {_GPT_WORDS}4",
-    layouts={"tp2": f"2 {_GPT_WORDS}4 --tensor-model-parallel-size 2", "dp2": f"2 {_GPT_WORDS}2"},
+    layouts={
+        "tp2": f"2 {_GPT_WORDS}4 --tensor-model-parallel-size 2",
+        "dp2": f"2 {_GPT_WORDS}2",
+        "pp2": f"2 {_GPT_WORDS}2 --pipeline-model-parallel-size 2",
+        "dp2tp2": f"4 {_GPT_WORDS}2 --tensor-model-parallel-size 2",
+    },
     same_init=True,
 )
 

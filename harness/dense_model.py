@@ -1,4 +1,4 @@
-"""The dense model as the harness knows it: one object with these methods, found by its name as a subject is.
+"""The dense model as the harness knows it: one object with the methods of DenseModelLike, found by name like a subject.
 
 The harness imports neither the reference nor any implementation. Outcomes are full tensors by name; functions of (case,
 device) take what an implementation draws as given=mapping. The words of cases are read here without loading torch, so

@@ -16,6 +16,8 @@ from shardproof.harness.ledger import BACKWARD, Event, order_of_phase
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, select_visible_terms
 
+_Pass = tuple[int, int]
+"""Step and micro-batch."""
 _LISTED = 3
 """The most places of counted events that a message lists."""
 
@@ -35,11 +37,12 @@ class Difference:
     ranks: tuple[int, ...]
     caller: str = ""
     term: str = ""
+    misses_first: bool = False
 
     @property
     def line(self) -> EventKey:
-        """The found event, or the missing one."""
-        line = self.found or self.expected
+        """The found event, or the missing one: that of the earlier place."""
+        line = self.expected if self.misses_first else self.found or self.expected
         assert line is not None  # a difference has at least one side
         return line
 
@@ -64,12 +67,14 @@ def find_differences(
 ) -> list[Difference]:
     """Where the ledger differs from the expectation on any of these ranks, in the order of training.
 
-    `axes` are the case's, for terms that hold at some ranks alone.
+    `order` are the modules in the order of forward, `axes` those of the case, for terms that hold at some ranks alone.
     """
     found: dict[int, Counter[EventKey]] = {rank: Counter() for rank in ranks}
     callers: dict[EventKey, str] = {}
+    passes: dict[str, Counter[tuple[EventKey, _Pass]]] = {}
     for event in events:
         line = key_of(event)
+        passes.setdefault(event.phase, Counter())[line, (event.step, event.microbatch)] += 1
         found.setdefault(event.rank, Counter())[line] += 1
         callers.setdefault(line, event.caller)
     parted: dict[Difference, list[int]] = {}
@@ -85,13 +90,32 @@ def find_differences(
             parts = _count_term(parts, term, lines, callers)
         for difference in parts:
             parted.setdefault(difference, []).append(rank)
-    joined = [replace(difference, ranks=tuple(who)) for difference, who in parted.items()]
     places = {module: place for place, module in enumerate(order)}
+    joined = [
+        replace(difference, ranks=tuple(who), misses_first=_misses_first(difference, places, passes))
+        for difference, who in parted.items()
+    ]
     return sorted(joined, key=lambda difference: _order_of_line(difference.line, places))
 
 
+def _misses_first(
+    parted: Difference, places: Mapping[str, int], passes: Mapping[str, Counter[tuple[EventKey, _Pass]]]
+) -> bool:
+    """Whether the place that lacks a call comes before the place where it is made.
+
+    If the first pass of that phase has more of these calls than another pass, a later one lacks them.
+    """
+    if parted.found is None or parted.expected is None:
+        return False
+    if _order_of_line(parted.expected, places) >= _order_of_line(parted.found, places):
+        return False
+    made = passes.get(parted.expected.phase, Counter())
+    counts = [made[parted.expected, at] for at in sorted({at for _, at in made})]
+    return not counts or counts[0] == min(counts)
+
+
 def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> list[Difference]:
-    """These differences, without those of payloads alone in calls of these modules.
+    """These differences, without calls of these modules of which some differ in their payload alone.
 
     If rows were routed in another way, a call has other rows, or is not made for want of rows.
     """
@@ -166,9 +190,7 @@ def _count_term(
 
 
 def _find_substitute(parts: Iterable[Difference], term: Term) -> Difference | None:
-    """The extra event that is most similar to those that this term counts; None if none has anything in common with
-    them.
-    """
+    """The extra event most similar to those that this term counts; None if none has a field in common with them."""
 
     def alike(part: Difference) -> int:
         return sum(getattr(term, name) == getattr(part.line, name) for name in FIELDS if name in term.stated)

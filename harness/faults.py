@@ -1,17 +1,17 @@
 """Faults: systematic disturbances of the collectives of any subject, made from its ledger alone, without its source.
 
-A target is one distinct call of the program: op, reduce op, axis, phase, region, and its number among equals within a
-micro-batch. The call is the target on every rank, in every micro-batch and step. Runs repeat exactly, so a target's
+A target is one distinct call of the program, on all ranks and in all micro-batches and steps: op, reduce op, axis,
+group size, dtype, phase, region, and its number among equals within a micro-batch. Runs repeat exactly, so a target's
 calls are known by rank and call index from one clean ledger. A fault is a target and what happens to its data, below
-the recorder. The ledger stays clean, and only what is computed can show it.
+the recorder. The ledger stays clean, and only what is computed can show the fault.
 
     drop    a rank has what it would have alone: its own term, its own part in every place, its buffer as it was
     double  the call's result goes through the call again; where its shape forbids that, a reduced result counts twice
     op      another reduction: `change` says which
     group   other ranks: `change` names another axis, "world", "shifted" (the groups begin one rank later) or
             "reversed" (the same ranks in reverse order)
-    stale   what the target's call before left on this rank; a target called once gives zeros
-    delay   the right value, but only at the rank's next call after the wait; until then as dropped
+    stale   what the target's previous call left on this rank; a target called once gives zeros
+    delay   the right value, but only at the rank's next call after the wait; until then as with `drop`
     poison  NaN; the largest integer; the opposite bool
 
 The engine's side is `harness.engines.faults.disturbance`.
@@ -179,7 +179,7 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
 
 
 def _comparable_groups(target: Target, groups: Partition) -> frozenset[object]:
-    """Partitions that differ in the order within a group count as different, but not for sums, which do not depend on
-    it.
+    """Partitions that differ in the order within a group count as different, but not for an all_reduce, whose result
+    does not depend on it.
     """
     return frozenset(map(frozenset, groups)) if target.op == "all_reduce" else frozenset(groups)

@@ -1,6 +1,7 @@
-"""Starts a new interpreter for a module of ours, which searches modules where this process does."""
+"""Python's interpreter: the first lines of a new one, garbage collection, turns of threads, Ctrl-C."""
 
 import gc
+import os
 import signal
 import sys
 import threading
@@ -8,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 COLLECTED_AFTER = (50_000, 20, 10)
-"""The number of new objects after which Python collects garbage (gc.set_threshold): 700, the default, costs a proof
-over 4 %.
-"""
+"""When Python collects garbage (gc.set_threshold). The default, after 700 new objects, costs a proof over 4 %."""
 _BOOT = """import gc, sys
 gc.disable()
 sys.path[:] = {path!r}
@@ -18,10 +17,22 @@ sys.path[:] = {path!r}
 
 
 def boot() -> str:
-    """The first lines of a program for a new interpreter. Garbage collection is off, since all that is loaded next
-    stays.
+    """The first lines of a program for a new interpreter, which searches modules where this process does. Garbage
+    collection is off, since all that is loaded next stays.
     """
     return _BOOT.format(path=sys.path)
+
+
+def open_missing_streams() -> None:
+    """Open the null device in the place of standard streams that are closed: else the next file would be one of them.
+
+    Processes that are started later inherit it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (it stays open as the process's own)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 @contextmanager
@@ -40,7 +51,7 @@ def without_garbage_collection() -> Iterator[None]:
 def turns_of_threads(seconds: float) -> Iterator[None]:
     """Inside, threads that compute release the interpreter after this time, not after 5 ms.
 
-    It is for a thread that reads many files: each reading releases the interpreter, and gets it back after such a turn.
+    Use it around code that reads many files: each read releases the interpreter, and waits such a turn to get it back.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
@@ -52,7 +63,7 @@ def turns_of_threads(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def interrupted_after() -> Iterator[None]:
-    """A Ctrl-C in the body raises KeyboardInterrupt after it. A SIGINT handler that is not Python's own stays."""
+    """A Ctrl-C in the body raises KeyboardInterrupt after the body. A SIGINT handler that is not Python's own stays."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

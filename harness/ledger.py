@@ -101,10 +101,10 @@ def notify_waited(observer: Observer, rank: int, ticket: int) -> None:
 class Event:
     """A call on one rank; all fields but those of _UNWRITTEN are the columns of `ledger.csv`, in its order.
 
-    `graph` names the CUDA graph a replay of which sent it ("graph0"), "" where the program itself did. `group` holds
-    the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name
-    of what is `other`; only messages name it. `doubts` are sentences on what is not certain of its axis or step.
-    `needs_gradient` is that of its call, but False where no backward follows that forward. `sent_rows`, of an
+    `graph` names the CUDA graph whose replay sent it ("graph0"), "" where the program itself did. `group` holds the
+    global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name of an operator
+    whose op is `other`; only messages have it. `doubts` are sentences on what is not certain of its axis, step
+    or phase. `needs_gradient` is that of its call, but False where no backward follows that forward. `sent_rows`, of an
     all_to_all of a recorded program: the rows that this rank sends to each rank of the group, in its order ("3+0+5").
     """
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from shardproof.harness.protocols import Axes, CaseLike
 
 AXES = ("tp", "cp", "dp", "pp")
-"""Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless
-the case states it.
-"""
+"""Mesh axes, fastest first, as in Megatron: ranks of one tp group are neighbours. An axis not stated is 1."""
 EXPERT_AXES = ("etp", "ep")
 """Axes of a case if `subject.words` names them: how expert layers are split over the ranks of tp, cp and dp.
 

@@ -1,7 +1,7 @@
 """Types that the harness needs of a case, a subject, a shard and an expectation: protocols, so no subject imports us.
 
-Third parties and our own `parallel` satisfy these by structure. A Shard is the only class: a rank's block of a full
-tensor, as a subject returns it. Users import it from `shardproof`.
+Third parties and our own `parallel` satisfy these by structure. Shard alone is no protocol: it is a rank's block of a
+full tensor, as a subject returns it. Users import it from `shardproof`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,7 +131,7 @@ class PipelineLike(Protocol):
 class Subject(Protocol):
     """The implementation under test, called on every rank with torch.distributed initialised.
 
-    Optional attributes, looked up with getattr:
+    Optional attributes, looked up with getattr (harness.subject has further ones):
         modes        tuple of mode names it claims; other cases are skipped with that reason
         refuses      case -> reason why this case is not supported, "" when it is
         expected     case -> iterable of terms (the closed form), or None

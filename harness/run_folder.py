@@ -19,7 +19,7 @@ DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def new_run_folder(out: Path, name: str) -> Path:
-    """A new folder: a second run within a second gets a number. Raises RequestError.
+    """A new folder: a second run within a second gets a number. Raises RequestError or MachineError (guard_writing).
 
     A new `out` gets a `.gitignore`, so that runs stay out of the user's repository.
     """
@@ -38,7 +38,7 @@ def new_run_folder(out: Path, name: str) -> Path:
 
 
 def link_latest(folder: Path) -> str:
-    """Point `latest` to the folder atomically. Returns why not, if the file system has no links: that loses no run."""
+    """Point `latest` to the folder atomically. Returns why that failed, as on a file system without links; else ""."""
     latest, fresh = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     try:
         fresh.symlink_to(folder.name, target_is_directory=True)

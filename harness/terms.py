@@ -49,8 +49,8 @@ _FIELDS = attrgetter(*FIELDS)
 _NUMBERS = {"group_size": 1, "payload_bytes": 0, "calls": 0, "total_bytes": 0}
 """Fields that are integers -> the smallest value."""
 CARRIERS = ("c10d", "user_buffer", "deep_ep", "replay")
-"""Carriers of a call: torch.distributed, the one that a recorder sees; copies between user buffers inside of a
-product (TransformerEngine's tp_comm_overlap). Then DeepEP's kernels, and replays of CUDA graphs that C++ launches.
+"""Carriers of a call: torch.distributed, the only one that a recorder sees; copies between user buffers inside of a
+product (TransformerEngine's tp_comm_overlap); DeepEP's kernels; replays of CUDA graphs that C++ launches.
 """
 _WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS, "carrier": CARRIERS}
 """Fields with a fixed list of legal words."""

@@ -1,6 +1,4 @@
-"""Checks of how ranks communicate: over the ranks of an axis, waited for, hidden as promised, and
-in parallel at all.
-"""
+"""Checks of how ranks communicate: over the ranks of an axis, waited for, hidden as promised, in parallel at all."""
 
 import itertools
 import math

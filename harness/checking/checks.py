@@ -1,7 +1,7 @@
 """The checks of a case: `CHECKS` for every subject, and `LAWS` for subjects with a truth of their own.
 
-Four names of verdicts have no function here: `supported` for a case that the subject refuses, `run` for one that
-raised, `explanation` for causes that could not be searched, and `truth` for a case that the dense model refuses.
+Some verdicts are not made by a check: `supported` for a case that the subject refuses, `run` for one that raised,
+`explanation` for causes that could not be searched, and `truth` for a case that the dense model refuses.
 
 A check is a pure function of the records that its signature names (harness.checking.records). It runs only if all of
 them were made, except for parameters with a default. It returns None if there is nothing to check, because the subject

@@ -22,19 +22,19 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     If the subject never returns a kind of names ("grad", "logits"), that is only listed as unchecked. If it returns
-    some names of a kind and lacks others, or has names that the truth lacks, the verdict is unknown. In
-    `subject.unchecked` it declares, as patterns, the names that are missing on purpose.
+    some names of a kind and lacks others, or has names that the truth lacks, the verdict is unknown; if it returns no
+    name of the truth, it fails. `subject.unchecked` declares, as patterns, the names that are missing on purpose.
     """
     returned = run.returned
     comparable = [name for name in truth.tensors if name in returned]
     missing = [name for name in truth.tensors if name not in returned]
-    declared = {name for name in missing if _matches_any_pattern(name, claims.declared)}
+    declared = {name for name in missing if is_declared(name, claims.declared)}
     strange = tuple(sorted(returned - set(truth.tensors)))
     kinds = {kind_of(name) for name in returned}
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
     decided = {
         kind: (0, count) for kind, count in unreturned.items() if kind not in kinds
-    }  # other checks count the others
+    }  # other checks count names of returned kinds
     if truth.unmergeable:
         notes = notes_about(undecided=tuple(sorted(returned)))
         return Finding(verdict=UNKNOWN, facts=(state_fact("unmergeable"),), notes=notes)
@@ -52,7 +52,7 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(truth.tensors, strange)  # the check of the update reports these
     strange = tuple(name for name in strange if name not in made)
-    all_declared = all(_matches_any_pattern(name, claims.declared) for name in truth.tensors)
+    all_declared = all(is_declared(name, claims.declared) for name in truth.tensors)
     problems = [
         *([state_fact("declares_all", patterns=claims.declared)] if all_declared else ()),
         *(claims.known_differences.problems(truth.tensors) if claims.known_differences else ()),
@@ -75,7 +75,8 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     )
 
 
-def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
+def is_declared(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of those that the subject leaves out on purpose."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -1,12 +1,12 @@
 """The general laws of communication, which hold for any subject, whatever it computes.
 
 Members of a group issue the same sequence of collectives (op, reduce op, dtype). Their payloads have the same bytes,
-except in all-to-alls and rooted calls. In every group sends and receives are equal in number and in bytes.
+except in all_to_all, gather, scatter and reduce. In every group sends and receives are equal in number and in bytes.
 
 If the run has a backward, a communication in the forward of a module has its conjugate if autograd needs its gradient
-(`Event.needs_gradient`). Over every axis, backward has as many all-to-alls of numbers as forward needs conjugates, with
-as many bytes, and no more of either than there are outside of backward. Every reduce-scatter has an all-gather of as
-many bytes in the backward of its module. A recomputed forward counts once, whether autograd needs gradients in its
+(`Event.needs_gradient`). Over every axis, backward has at least as many all-to-alls of floats, and bytes in them, as
+forward needs conjugates, and no more than there are outside of backward. Every such reduce-scatter has an all-gather of
+as many bytes in the backward of its module. A recomputed forward counts once, whether autograd needs gradients in its
 first pass, its second (a library's checkpoint), or both.
 
 No more than this holds in general: the gradient of a gathered tensor may be sliced instead of reduce-scattered, and
@@ -122,9 +122,9 @@ def _check_received_bytes(axis: str, ranks: Group, by_rank: Mapping[int, Sequenc
 
 
 def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
-    """All-to-alls of numbers: the gradient must return the way that the tensor came, if it is one of those `asked` for.
+    """All-to-alls of floats: the gradient must return the way that the tensor came, if it is one of those `asked` for.
 
-    A call outside of modules may belong to a forward, whatever phase it has: that follows from what comes next.
+    A call outside of modules may belong to a forward, whatever its phase is, which follows from what comes next.
     """
     moved, must_move = ([e for e in some if e.op == "all_to_all" and "float" in e.dtype] for some in (events, asked))
     broken = []

@@ -308,8 +308,8 @@ def _returns_each_step(run: RecordedRun, truth: Truth, name: str) -> bool:
 def _value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds.
 
-    A kind of the subject's own, such as an average of parameters, counts as their value if it moves by less than twice
-    the smallest limit: if it were compared itself, half of its step could be wrong unnoticed.
+    A kind of the subject's own, such as an average of parameters, counts as a value of parameters if it moves by less
+    than twice the smallest limit: compared as it is, half of its step could be wrong unnoticed.
     """
     before = _find_value_before(run, truth, name, outcome)
     if before is None or kind_of(name) in MOVED:

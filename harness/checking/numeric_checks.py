@@ -68,7 +68,7 @@ def _compare_kinds(
 def _measure_tensors(run: RecordedRun, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
-    In float64, tensors without a control run, relu flip or Adam's bound have plain limits, and are compared at once.
+    In float64, tensors without a control run, relu flip, Adam's bound or lower precision are compared all at once.
     """
     sizes = sizes_of(run, truth, expected)
     together: Mapping[str, Measured] = {}

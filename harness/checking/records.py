@@ -305,7 +305,7 @@ class Located:
 class Search:
     """What was found to explain a failure.
 
-    shares            gradients and losses of step 0 by micro-batch (DenseModelLike.shares)
+    shares            gradients, losses, tokens of step 0 by micro-batch, and weights before it (DenseModelLike.shares)
     others            evidence of the same subject in cases that differ in one size, if a cause needs them
     earlier           evidence and findings of the same case, ended before the first wrong step; None if states were
                       returned after every step, or if that run was impossible

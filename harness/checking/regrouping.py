@@ -1,10 +1,10 @@
 """The regrouping law: one global batch gives one step, however it is split over ranks and micro-batches.
 
-Data ranks and micro-batches take other samples, context ranks other tokens of them, stages other layers.
+In another grouping data ranks and micro-batches take other samples, context ranks other tokens, stages other layers.
 
 The law needs no dense model. Loss, token count, gradients and gradient norm of the first step are equal up to rounding.
-So are the parameters after it, but for what an optimizer makes of rounding. A breach is named by its factor, which most
-real bugs of data parallelism and gradient accumulation have: a loss averaged instead of summed, a mean of means.
+So are the parameters after it, but for what an optimizer makes of rounding. A breach is named by its factor. Most real
+bugs of data parallelism and gradient accumulation have one: a loss averaged instead of summed, a mean of means.
 
 In lower precision the first step alone is compared. Each of the two groupings may be as far from exact arithmetic as
 the control runs of the dense model allow, so they may differ by twice as much.
@@ -50,8 +50,11 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
         wrong = tuple(measured for measured in _compare_groupings(run, truth, claims, other.tensors) if measured.wrong)
         if wrong:
             breach = _report_breach(run, other, wrong, settled)
-            if not _is_the_models_own(run, other, wrong, breach):
-                return breach
+            others = (
+                wrong if _has_factor(breach) else tuple(one for one in wrong if not _is_the_models_own(run, other, one))
+            )
+            if others:
+                return breach if others == wrong else _report_breach(run, other, others, settled)
             by_model.append(state_fact("model_by_grouping", change=breach.facts[0]))
             continue
         settled |= {} if other.problem else other.sizes
@@ -119,22 +122,25 @@ def _compare_rounded(run: RecordedRun, truth: Truth, name: str, other: Tensor, k
     return measure(name, other, tensor, dtype=dtype, lower=lower, controls=controls, kind=kind, summed=error)
 
 
-def _is_the_models_own(run: RecordedRun, other: Regrouped, wrong: tuple[Measured, ...], breach: Finding) -> bool:
-    """Whether the step changes with the grouping exactly as the dense model does, and by no ratio of sizes.
+def _has_factor(breach: Finding) -> bool:
+    """Whether a tensor changes by a ratio of sizes."""
+    values = breach.facts[0].values
+    return bool(values["grows"] or values["falls"])
+
+
+def _is_the_models_own(run: RecordedRun, other: Regrouped, wrong: Measured) -> bool:
+    """Whether a tensor changes with the grouping exactly as the dense model's does.
 
     Then either the model depends on whole micro-batches, as batch norm does, or ranks and model average wrongly alike:
-    this cannot be decided.
+    this cannot be decided, unless the change is a ratio of sizes.
     """
-    values = breach.facts[0].values
-    if values["grows"] or values["falls"]:
+    name = wrong.name
+    true, size = other.truth.get(name), kind_rms(other.truth).get(kind_of(name), 0.0)
+    if true is None:
         return False
-    names = {measured.name for measured in wrong}
-    same = {name: tensor for name, tensor in other.truth.items() if name in names}
-    sizes = kind_rms(other.truth)
-    return names == same.keys() and all(
-        measure(name, other.tensors[name], true, dtype=run.dtype, kind=sizes.get(kind_of(name), 0.0)).right
-        for name, true in same.items()
-        if true.shape == other.tensors[name].shape
+    return (
+        true.shape != other.tensors[name].shape
+        or measure(name, other.tensors[name], true, dtype=run.dtype, kind=size).right
     )
 
 

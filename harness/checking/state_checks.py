@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardproof.harness.checking.coverage import is_declared
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import make_numeric_check
@@ -96,13 +97,15 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are single numbers: counts of steps, and the loss scale."""
 
 
-def check_saved_state(run: RecordedRun, truth: Truth) -> Finding | None:
+def check_saved_state(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
     """Whether the files of a checkpoint (`saved/<name>`) hold what the ranks hold under that name, bit for bit.
 
     The files are read as full tensors, if possible by another reader than the one that loads them. The ranks' tensors
     are merged from their shards, and `update` compares them with the dense model. So a save in a wrong order is noticed
     when it is written, even if a load with the same error would undo it. Integers that ranks do not return (steps, the
     state of the loss scale) are compared with the truth, since rounding does not change them.
+
+    Files lack a tensor of the truth's checkpoint where the ranks hold it, or where others of its kind are in the files.
     """
     names = [name for name in run.returned if kind_of(name) == "saved"]
     if not names:
@@ -114,6 +117,16 @@ def check_saved_state(run: RecordedRun, truth: Truth) -> Finding | None:
     known = {name: (merged[name], must) for name, must in right.items() if must is not None and name in merged}
     unseen = notes_about(undecided=tuple(name for name in ordered if name not in known))
     wrong = [name for name, (files, must) in known.items() if not same_bits(files, must)]
+    kinds = {name.split("/")[1] for name in names}
+    lost = [
+        name
+        for name in truth.tensors
+        if kind_of(name) == "saved" and name not in run.returned and not is_declared(name, claims.declared)
+        if name.split("/")[1] in kinds or name.partition("/")[2] in run.returned
+    ]
+    if lost and not wrong:
+        fact = state_fact("saved_lacks", name=lost[0], lost=len(lost), count=len(lost) + len(names))
+        return Finding(verdict=FAIL, facts=(fact,), notes=unseen, names=tuple(lost))
     if wrong:
         files, must = known[wrong[0]]
         beside = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"

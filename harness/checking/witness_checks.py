@@ -52,7 +52,7 @@ def qualify_finding(found: Finding, sessions: Mapping[str, Session], untold: str
 
 
 def check_undisturbed(found: Finding, sessions: Mapping[str, Session]) -> Finding:
-    """A witness that changes a bit of the outcome is a failure, whatever it saw."""
+    """The finding, but a failure if a witness changes a bit of the outcome, whatever it saw."""
     for tool, session in sessions.items():
         if session.disturbed:
             disturbed = state_fact("disturbed", ranks=session.disturbed, tool=tool)

@@ -113,7 +113,7 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     call_first = parted is not None and first.step < 0
 
     def causes_of(names: Sequence[str]) -> tuple[Cause, ...]:
-        known = (name for name in names if name in evidence.truth.tensors)
+        known = (name for name in names if name in evidence.truth.tensors and name in evidence.run.returned)
         numbers = [name for name in known if is_comparable(evidence.run, evidence.truth, name)]
         return likely_causes(
             Failure(

@@ -7,7 +7,8 @@ The kind of the first wrong name in the order of training (`causes.places.order_
     logits/s       the forward of step s, in another micro-batch than the captured one
     loss/s         the computation of the loss from the logits
     act_grad/M     the backward of the module that uses the output of M
-    grad/p         grad_sync if backward left the gradient right, backward if it left it wrong. If neither is known:
+    grad/p         grad_sync if backward left the gradient right, backward if it left it wrong, or as parts of a sum
+                   that the expectation has nowhere behind backward. If neither is known:
                    grad_sync if all gradients are wrong, or those of several modules but none that is sharded, or if
                    replicas of p differ; otherwise backward. The module is that of the first wrong gradient
     tokens/s, grad_norm/s
@@ -33,7 +34,7 @@ from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
 from shardproof.harness.checking.records import Calls, Evidence, RecordedRun, Truth
-from shardproof.harness.diagnosing.causes.before_sums import find_summed_axes, is_left_wrong
+from shardproof.harness.diagnosing.causes.before_sums import find_summed_axes, is_left_wrong, is_sum_due
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
 from shardproof.harness.diagnosing.coordinates import ranks_in_words
 from shardproof.harness.diagnosing.hypotheses.masks import find_stray_holders
@@ -166,10 +167,10 @@ def has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> b
 
 
 def _user_of(truth: Truth, module: str) -> str:
-    """The module whose backward computes the gradient of the output of `module`; the last module itself has none after.
+    """The module whose backward computes the gradient of the output of `module`.
 
-    It is the next module in the same parent, or else the next one at all. Code between two siblings, as after a block
-    (a residual sum) or between two matrices, belongs to their parent.
+    It is the next module in the same parent, or else the next one at all; for the last one it is that module. Code
+    between two siblings, as after a block (a residual sum) or between two matrices, belongs to their parent.
     """
     order = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     if module not in order:
@@ -197,7 +198,8 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str,
     owner = _owner_of_gradient(run, truth, bad)
     if (axes := find_summed_axes(evidence, bad[0], bad)) is not None:
         summed = f"as backward leaves it, its sum over {' and '.join(axes)} is right"
-        return "grad_sync", owner, summed if axes else "as backward leaves it, it is right"
+        phase = "backward" if axes and not is_sum_due(evidence, bad[0], axes) else "grad_sync"
+        return phase, owner, summed if axes else "as backward leaves it, it is right"
     if is_left_wrong(evidence, bad[0]):
         return "backward", owner, ""
     known = [name for name in run.returned if kind_of(name) == "grad"]

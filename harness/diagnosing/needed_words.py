@@ -51,6 +51,7 @@ class _Search:
         self._domains = domains
         self._fails = fails
         self._known: dict[str, bool | None] = {}
+        self._made_of, self._made = case, dict[Change, CaseLike | Exception]()
         self._kept: Collection[str] = ()
         self._tried: set[str] = set()
 
@@ -185,7 +186,7 @@ class _Search:
     def _controls(self, word: str, other: CaseLike) -> list[CaseLike]:
         """Cases with the words that changed beside this one, each alone and all together, and with this one unchanged.
 
-        Combinations that a rule changes along with this word are left out.
+        Combinations for which a rule changes this word too are left out.
         """
         along = {one: getattr(other, one) for one in sorted(self._find_differing_words(other) - {word})}
         found = []
@@ -265,8 +266,25 @@ class _Search:
     def _with(self, case: CaseLike, word: str, value: Any) -> CaseLike:
         """The case with another value of this word. If that is illegal, words that break a rule become plain too.
 
-        Raises ValueError or TypeError if the case is still illegal.
+        Raises ValueError or TypeError if the case is still illegal. Cases made of `self.case` are made once, since
+        checking their rules takes as long as a run does.
         """
+        if case is not self.case:
+            return self._make_case(case, word, value)
+        if self._made_of is not case:
+            self._made_of, self._made = case, {}
+        if (word, value) not in self._made:
+            try:
+                self._made[word, value] = self._make_case(case, word, value)
+            except (ValueError, TypeError) as problem:
+                self._made[word, value] = problem
+        made = self._made[word, value]
+        if isinstance(made, Exception):
+            raise made.with_traceback(None)
+        return made
+
+    def _make_case(self, case: CaseLike, word: str, value: Any) -> CaseLike:
+        """What `_with` returns, made anew."""
         changed: Any = dataclasses.replace
         words = {word: value}
         for _ in range(_REPAIRS):

@@ -27,7 +27,7 @@ class Right:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """A word that the failure needs: values with which the case fails, its own first, and those with which it passes"""
+    """A word that the failure needs: values with which the case fails, its own first, and with which it passes."""
 
     word: str
     fails: tuple[Any, ...]

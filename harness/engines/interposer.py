@@ -6,8 +6,8 @@ here, each once. Other operators are not affected. Not observed: calls made on a
 memory, CUDA graph replays. Calls are passed on with `redispatch`; the boxed variant deadlocks against gloo's mutex.
 
 A synchronous collective on CPU is waited for here, where its caller would wait next, so that its duration is true. On a
-GPU nothing waits, and completions are in the order of a stream. The completion of an asynchronous call is observed on a
-GPU alone, by its future. The callback runs at once in a stream that waits for the collective. The code for GPUs was
+GPU nothing waits, and completions are in the order of a stream. The completion of an asynchronous call is observed only
+on a GPU, by its future, whose callback runs at once in a stream that waits for the collective. The code for GPUs was
 run with NCCL of one rank, and never on several GPUs. Completions of send and recv are not observed: a second wait for
 gloo's message would wait for a second message.
 """

@@ -1,13 +1,13 @@
 """The environment of every rank: a launcher's words, the same in every engine, and one thread to compute on.
 
-torchrun's RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_SIZE, the ranks of a
-machine as DeepSpeed's launcher says it. Source: torch.distributed.run, deepspeed.launcher.launch.
+The words are torchrun's RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_SIZE,
+DeepSpeed's number of ranks on a machine. Source: torch.distributed.run, deepspeed.launcher.launch.
 
-torch, OpenMP and MKL keep, for each thread, on how many threads it computes. A new thread begins with one for each
-processor, and torch's own setting reaches it only with its first parallel loop. A product before that would be added up
-in another order than the same product later. So whatever computes sets the number to one when it begins: the driver,
-each rank, and each thread that one of them or a truth starts. On small tensors more threads would only wait for each
-other. For recorded programs (harness.programs) nothing is set.
+torch, OpenMP and MKL keep for each thread the number of threads on which it computes. A new thread begins with one for
+each processor, and torch's own setting reaches it only with its first parallel loop. A product before that would be
+added up in another order than the same product later. So whatever computes sets the number to one when it begins: the
+driver, each rank, and each thread that one of them or a truth starts. On small tensors more threads would only wait for
+each other. For recorded programs (harness.programs) nothing is set, unless their ranks are threads.
 """
 
 import os
@@ -32,9 +32,9 @@ def meeting_place(given: Mapping[str, str]) -> dict[str, str]:
 def environment_of(
     rank: int, world_size: int, given: Mapping[str, str], local_rank: int | None = None
 ) -> dict[str, str]:
-    """The variables of one rank, with those of a cluster as `given`.
+    """The variables of one rank, with the meeting place as `given` (`meeting_place`).
 
-    `local_rank` is the rank's number on its machine; None: all ranks are on this one.
+    `local_rank` is the rank's number on its machine, which has as many ranks as `given`; None: all are on this one.
     """
     own = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     local_size = str(world_size) if local_rank is None else given.get("LOCAL_WORLD_SIZE", given.get("LOCAL_SIZE", ""))
@@ -67,7 +67,7 @@ def require_own_world(given: Mapping[str, Any], rank: int, world_size: int, what
 
 
 def rank_device(name: str, rank: int) -> torch.device:
-    """This rank's device: a GPU of its own on cuda. Raises RequestError when this machine has too few."""
+    """This rank's device: on cuda a GPU of its own, made the current one. Raises RequestError if there are too few."""
     if name != "cuda":
         return torch.device(name)
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", rank))
@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
             use_one_thread()
             run()
 
-        if not thread.ident:  # it was started before, which is an error of the caller
+        if not thread.ident:  # a second start of a thread is the caller's error, which `start` raises
             vars(thread)["run"] = run_on_one
         start(thread)
 

@@ -1,6 +1,6 @@
-"""How long threads of this process wait for a processor, which is not the program's fault. Seconds.
+"""How long, in seconds, threads of this process wait for a processor, which is not the program's fault.
 
-On a busy machine time limits are extended by this. Waiting for a lock or a queue does not count.
+On a busy machine time limits are extended by these seconds. Waiting for a lock or a queue does not count.
 Source: /proc/<pid>/task/<tid>/schedstat of Linux; elsewhere nothing is known, and no limit is extended.
 """
 
@@ -14,12 +14,12 @@ from shardproof.harness.interpreter import turns_of_threads
 LONGEST = 10
 """How many times its limit a run may take, including the time in which ranks compile or wait for a processor."""
 LOOKING_S = 1e-4
-"""The seconds that a computing thread may keep the interpreter while others look at it."""
+"""While threads are looked at, a thread that computes releases the interpreter after so many seconds."""
 _TASKS = Path("/proc/self/task")
 
 
 class Starvation:
-    """How long threads have waited for a processor since this was made; threads with these identities do not count."""
+    """How long threads have waited for a processor since this was made; those with identities in `but` do not count."""
 
     def __init__(self, but: Collection[int] = ()) -> None:
         self._but = frozenset(map(str, but))
@@ -36,6 +36,12 @@ class Starvation:
         self._waits_ns, self._looked_s = seen, now_s
         self.lost_s += lost_s
         return lost_s
+
+    def own_seconds(self, longest: float) -> float:
+        """Seconds since this was made but for those that were lost; at least 1 / `longest` of all."""
+        self.look()
+        passed_s = time.monotonic() - self._since_s
+        return max(passed_s - self.lost_s, passed_s / longest)
 
     @property
     def words(self) -> str:

@@ -83,7 +83,7 @@ def localize(outcome: object) -> dict[str, tuple[Block, ...]]:
 def blocks(value: object) -> tuple[Block, ...]:
     """Blocks of a value; several shards give several blocks, an empty iterable gives none.
 
-    Raises ValueError for what is none of these, such as a mapping.
+    Raises ValueError for what is no value, such as a mapping.
     """
     if is_dtensor(value):
         return _of_dtensor(value)
@@ -134,7 +134,7 @@ def _settle_tensor(local: Tensor) -> Tensor:
 
 
 def _lack_of_tensor(local: object) -> tuple[str, str] | None:
-    """What is missing for a plain tensor of numbers, and what would be one; None if it is one."""
+    """Why a value is no plain tensor of numbers, and what would be one; None if it is one."""
     if not isinstance(local, Tensor):
         return f"{type(local).__name__} is not a tensor", "a torch.Tensor"
     if local.is_nested:
@@ -167,7 +167,7 @@ def dtype_word(what: torch.layout | torch.dtype) -> str:
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
-    """Whether this is a DTensor, without importing its module: that takes half as long as torch itself."""
+    """Whether this is a DTensor, without importing its module: the import takes half as long as that of torch."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 

@@ -127,7 +127,7 @@ def merge_outcomes(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None
 
 
 def _merge_one(placed: Placed, absent: list[int]) -> tuple[Tensor | None, list[_Flawed]]:
-    """The full tensor, and its flaws; None if there are any. Replicas may differ although elements are missing too."""
+    """The full tensor, None if there are flaws, and the flaws: replicas may differ and elements be missing at once."""
     if not placed:
         return None, [_Flawed("omission", state_fact("held_nowhere"), ())]
     flaws = []

@@ -4,11 +4,12 @@ Ranks that read the same samples hold one copy of the model: parts of the same t
 Ranks that read other samples are data ranks (dp); those that read other parts of the same rows are slices (cp).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardproof.harness.mesh_axes import AXES, SPELT
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.parity.samples import Samples
+from shardproof.harness.parity.stages import group_by, pipeline_stages
 from shardproof.harness.protocols import Axes
 
 Groups = tuple[tuple[int, ...], ...]
@@ -24,7 +25,7 @@ def axes_of(second: Launch, samples: Samples) -> Axes:
 
 def _infer_axes(second: Launch, samples: Samples) -> dict[str, Groups]:
     """The axes that follow from which rank holds which parameters and reads which samples."""
-    stages = _pipeline_stages(second)
+    stages = pipeline_stages(second)
     found: dict[str, Groups] = {"pp": tuple(zip(*stages, strict=True))} if stages else {}
     reading = {rank for ranks in samples.readers for rank in ranks}
     first = [rank for rank in (stages[0] if stages else [rank.rank for rank in second.ranks]) if rank in reading]
@@ -36,12 +37,12 @@ def _infer_axes(second: Launch, samples: Samples) -> dict[str, Groups]:
     def repeat(groups: Iterable[Sequence[int]]) -> Groups:
         return _repeat_in_stages(groups, stages, first)
 
-    copies = _group_by(first, read_by)
+    copies = group_by(first, read_by)
     if len({len(copy) for copy in copies}) != 1:
         return found
     if len(copies) > 1:
         found["dp"] = repeat(zip(*copies, strict=True))
-    slices = [_group_by(copy, samples.parts.__getitem__) for copy in copies]
+    slices = [group_by(copy, samples.parts.__getitem__) for copy in copies]
     if 1 < len(slices[0]) < len(copies[0]):  # several ranks hold each slice of a sequence
         found["tp"] = repeat(group for of_copy in slices for group in of_copy)
         found["cp"] = repeat(group for of_copy in slices for group in zip(*of_copy, strict=True))
@@ -50,33 +51,9 @@ def _infer_axes(second: Launch, samples: Samples) -> dict[str, Groups]:
     return found
 
 
-def _group_by(ranks: Iterable[int], key: Callable[[int], object]) -> list[tuple[int, ...]]:
-    """The ranks that have the same key, in the order in which the keys first appear."""
-    groups: dict[object, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
-    return [tuple(group) for group in groups.values()]
-
-
 def _rows_read(rank: int, samples: Samples) -> tuple[object, ...]:
     """The rows that a rank reads, in its order; None for a row that the first launch lacks."""
     return tuple(row for (own, _), rows in sorted(samples.sources.items()) if own == rank for row in rows)
-
-
-def _pipeline_stages(second: Launch) -> list[tuple[int, ...]]:
-    """The ranks of every pipeline stage, empty if there are no stages of equal size.
-
-    Ranks of one stage have parameters of the same names, and all or none of them receive tokens, or compute a loss.
-    """
-    rows_of = {rank.rank: rank.rows for rank in second.ranks}
-
-    def held_by(rank: int) -> object:
-        names = frozenset(row.name for row in rows_of[rank] if row.kind == "param")
-        tokens = any(row.kind == "sample" and "float" not in row.dtype for row in rows_of[rank])
-        return names, tokens, any(row.kind == "loss" for row in rows_of[rank])
-
-    stages = _group_by(rows_of, held_by)
-    return stages if len(stages) > 1 and len({len(stage) for stage in stages}) == 1 else []
 
 
 def _repeat_in_stages(

@@ -5,6 +5,7 @@ The first launch is the truth; the ranks of the second one are checked.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from shardproof.harness.checking.numeric_checks import check_update, make_numeri
 from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, RecordedRun, Truth, merged_outcomes
 from shardproof.harness.parity.adam import adam_bound
 from shardproof.harness.parity.axes import axes_of
-from shardproof.harness.parity.case import ParityCase
 from shardproof.harness.parity.modules import Compared
 from shardproof.harness.parity.partners import Partners, find_partners
 from shardproof.harness.parity.quantities import (
@@ -30,6 +30,7 @@ from shardproof.harness.parity.quantities import (
 )
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.parity.samples import Samples, samples_of
+from shardproof.harness.protocols import Axes
 from shardproof.harness.verdicts.verdict import FAIL
 
 NAME = "parity"
@@ -44,6 +45,39 @@ CHECKS: Mapping[str, Check] = {
 """Checks of layouts first, then of numbers in the order in which training computes them."""
 LISTED = 5
 """The most names that a message lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityCase:
+    """The second launch, in the words that checks and diagnosis read of every case. `axes` are those of the second one;
+    every step is compared as one batch, so `micro` is 1.
+    """
+
+    name: str
+    world_size: int
+    axes: Axes
+    steps: int
+    dtype: str
+    micro: int = 1
+    seed: int = 0
+
+    @property
+    def mode(self) -> str:
+        """The axes of more than one rank: "dp+tp", "one"."""
+        return "+".join(sorted(self.axes)) or "one"
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Axis -> ranks in each of its groups."""
+        return {axis: len(groups[0]) for axis, groups in self.axes.items()}
+
+    def but(self, **words: Any) -> "ParityCase":
+        """This case with some words changed."""
+        return replace(self, **words)
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{axis}={size}" for axis, size in self.axis_sizes.items())
+        return " ".join(filter(None, (self.name, sizes, f"steps={self.steps}", f"dtype={self.dtype}")))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -73,9 +73,7 @@ def _wrong_names(findings: Mapping[str, Finding]) -> set[str]:
 
 
 def _in_its_own_step(seen: LaunchComparison, findings: Mapping[str, Finding]) -> FailedCheck | None:
-    """The failure of the first wrong step, judged as if the launches had begun there; None if that
-    is the first step.
-    """
+    """The failure of the first wrong step, as if the launches had begun there; None if that is the first step."""
     wrong = _wrong_names(findings)
     step = min((max(step_of(name), 0) for name in seen.tensors if name in wrong), default=0)
     if not step or wrong_starts(seen, findings):
@@ -128,9 +126,7 @@ def _begun_twice(seen: LaunchComparison) -> tuple[First, tuple[LikelyCause, ...]
 
 
 def _own_draws(seen: LaunchComparison, first: First) -> list[LikelyCause]:
-    """The cause of a first wrong module that draws random numbers in the second launch, while the
-    first one draws none.
-    """
+    """The cause of a first wrong module that draws random numbers in launch B, if launch A draws none."""
     if any(rank.about.get("drawn") for rank in seen.first.ranks):
         return []
     drawn = {rank.rank: [*map(str, rank.about.get("drawn", ()))] for rank in seen.second.ranks}

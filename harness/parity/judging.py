@@ -40,9 +40,7 @@ from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about, state
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _RUNS, _MOST_RUNS = 3, 8
-"""The number of perturbed runs behind a limit, and the largest number if something is just beyond it: three may be
-lucky.
-"""
+"""How many perturbed runs are behind a limit, and the most if something is just beyond it: three may be lucky."""
 NEAR = 10.0
 """A tensor of less than this many limits is just beyond its limit."""
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any
 
 from shardproof.harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from shardproof.harness.parity.recorded import Launch, read_launch
+from shardproof.harness.parity.stages import names_to_begin_with
 from shardproof.harness.programs.launch import environment_of
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, boot_id
-from shardproof.harness.programs.tensors.initial_values import NO_CUT
+from shardproof.harness.programs.tensors.initial_values import NAMES, NO_CUT
 from shardproof.harness.programs.threads.launches import ForkedLaunch, ThreadLaunches
 from shardproof.harness.programs.threads.program import REFUSED
 from shardproof.harness.programs.threads.torchrun_words import read_torchrun
@@ -35,7 +36,7 @@ _LAST = 12
 _LAST_BYTES = 2**18
 """The most bytes of output that are searched for these lines."""
 _SUMMARY = "torch/distributed/elastic/multiprocessing/api.py"
-"""A word of the line with which torchrun begins to report that a rank has failed. The reason stands before it."""
+"""A part of the line with which torchrun begins to report that a rank has failed. The reason stands before it."""
 _LOOK_S = 0.1
 _END_S = 10.0
 """How long processes have to end after a SIGTERM."""
@@ -115,15 +116,18 @@ class LaunchRecorder:
     def record_same_init(self, name: str, command: Sequence[str], start: str) -> Launch:
         """Launch a command with the initial weights from another recording's folder; with "" from the program's own.
 
-        The groups of ranks may not show how a tensor is sharded. Then the command is launched a second time: the first
-        recording has the weights that the ranks drew themselves, and ranks that drew the same ones hold the same part.
-        Raises what `record` raises.
+        The groups of ranks may not show how a tensor is sharded, and names may not show which layers a stage holds.
+        Then the command is launched a second time: the first recording has digests of the weights that the ranks drew
+        themselves (ranks that drew the same ones hold the same part), and shows the order of the stages. Raises what
+        `record` raises.
         """
         launch = self.record(name, command, same_init=start)
         lacking = [str(why) for rank in launch.ranks for why in dict(rank.about.get("same_init") or {}).values()]
-        if not any(why.startswith(NO_CUT) for why in lacking):
+        names = names_to_begin_with(read_launch(Path(start)), launch) if start else {}
+        if not names and not any(why.startswith(NO_CUT) for why in lacking):
             return launch
         parts = (self.folder / name).rename(self.folder / f"{name}-parts")
+        _write_names(parts / NAMES, names)
         found = self.record(name, command, same_init=start, parts_of=str(parts.resolve()))
         shutil.rmtree(parts, ignore_errors=True)
         return found
@@ -158,6 +162,14 @@ class LaunchRecorder:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+
+def _write_names(file: Path, names: Mapping[tuple[int, str], str]) -> None:
+    by_rank: dict[int, dict[str, str]] = {}
+    for (rank, name), other in names.items():
+        by_rank.setdefault(rank, {})[name] = other
+    with guard_writing(file.parent):
+        file.write_text(json.dumps(by_rank), encoding="utf-8")
 
 
 def is_recorded(folder: Path) -> bool:

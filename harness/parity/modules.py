@@ -5,9 +5,9 @@ micro-batches are joined, and the search (harness.diagnosing.placing) has the la
 fail no check: they show where an error begins that a check has found.
 
 Gradients of outputs also show by which number of targets a loss was divided. A gradient is zero where the target is
-ignored, and divided by the number of the others: of the whole step if the loss is right, and of a data rank or a
-micro-batch if each of these has a mean of its own. In that case loss and gradients are means of means, and no common
-factor corrects them.
+ignored. Elsewhere it is divided by the number of targets that count in the whole step, if the loss is right, or in a
+data rank or micro-batch, if each of these has a mean of its own. Then loss and gradients are means of means, and no
+common factor corrects them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -187,7 +187,7 @@ def rows_of_output(output: Tensor, rows: int) -> Sequence[Tensor] | None:
 
 
 def sources_of(both: Compared, rank: int) -> list[tuple[Source | None, ...]]:
-    """Which rows of the first launch a rank's micro-batches are. A later stage has those of the first stage."""
+    """The rows of the first launch in each micro-batch of a rank. A later stage has those of the first stage."""
     for group in both.axes.get(PIPELINE, ()):
         if rank in group:
             rank = group[0]
@@ -222,8 +222,8 @@ def count_targets(both: Compared, losses: int) -> dict[int, list[int]]:
 def _factors(both: Compared) -> Mapping[tuple[int, int], tuple[float, int]]:
     """(data rank, micro-batch) -> the factor of its gradient over the first launch's, and how many targets count in it.
 
-    The gradient is that of the output nearest to the loss that was recorded in all of them. Empty if it is no multiple
-    in one of them.
+    The gradient is that of the output nearest to the loss that every micro-batch recorded. Empty if it is no multiple
+    in one of these.
     """
     paths = dict.fromkeys(row.name for _, row in both.first.rows(_GRADIENT, 0) if row.name)
     ranks = {rank: tensors_of_rank(both, _GRADIENT, rank) for rank in range(both.second.world_size)}

@@ -4,8 +4,8 @@ A layout that the program states is the only one tried, except Megatron's. Else 
 name are tried. If their numbers differ, all parameters are searched: a pipeline stage numbers its layers from 0, and
 one weight may hold several (q, k and v). A part is cut along one dim, in any order: slices are recognised by their
 bits. A tensor whose elements are all equal (a bias of zeros) does not show its place. It is placed as the weight of its
-module is, or by its name and shape, or in the one free parameter that it fits. All of this is decided before anything
-is computed, and holds for all later comparisons.
+module is, or by its name and shape, or in the one free parameter that it fits. Where numbers show nothing of a stage's
+layers, their order does. All of this is decided before anything is computed, and holds for all later comparisons.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from torch import Tensor
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import bits_of, same_bits
 from shardproof.harness.parity.recorded import Launch, stated_block
+from shardproof.harness.parity.stages import names_by_stage
 from shardproof.harness.programs.values import ValueRow
 
 _MOST_SLICES = 2**20
@@ -72,12 +73,14 @@ class SlicePlacement:
 class Partners:
     """The placements of a launch's parameters by (rank, name), and those without one.
 
-    `modules`: by rank, the path of a module -> its path in the first launch, if that is another one.
+    `modules`: by rank, the path of a module -> its path in the first launch, if that is another one. `staged`: names in
+    the first launch of parameters whose stage numbers its layers by itself.
     """
 
     placements: Mapping[tuple[int, str], SlicePlacement]
     unplaced: tuple[tuple[int, str], ...] = ()
     modules: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    staged: Mapping[tuple[int, str], str] = field(default_factory=dict)
 
     def path(self, rank: int, module: str) -> str:
         """The path of a rank's module in the first launch."""
@@ -89,7 +92,7 @@ def find_partners(initial: Mapping[str, Tensor], aliases: Mapping[str, str], sec
 
     `aliases`: further names of the first launch's parameters -> the name in `initial`.
     """
-    search = _Search(_Index(initial, aliases), second)
+    search = _Search(_Index(initial, aliases), second, names_by_stage([*initial, *aliases], second))
     parameters = (_Parameter(rank.rank, row, rank.tensor(row)) for rank, row in second.rows("param"))
     left = search.place(parameters, search.index.by_values)
     modules = {rank.rank: _renames_of(rank.rank, search.placements) for rank in second.ranks}
@@ -97,7 +100,7 @@ def find_partners(initial: Mapping[str, Tensor], aliases: Mapping[str, str], sec
     search.place_what_is_left(left)
     alone = tuple(one.key for one in left if one.key not in search.placements)
     modules = {rank.rank: _renames_of(rank.rank, search.placements) for rank in second.ranks}
-    return Partners(placements=search.placements, unplaced=alone, modules=modules)
+    return Partners(placements=search.placements, unplaced=alone, modules=modules, staged=search.staged)
 
 
 class _Parameter(NamedTuple):
@@ -169,7 +172,7 @@ class _Index:
     def _along(self, local: Tensor, dim: int, name: str | None) -> SlicePlacement | None:
         """The places of its slices along a dim, in one parameter or in any; None if one of them is nowhere.
 
-        Slices at the end that are nowhere may be padding, if the parameter of its name ends with the slice before.
+        Slices at the end that are nowhere may be padding, if the slice before them is the last of the named parameter.
         """
         places = self._find_slices(local, dim, name)
         length = local.shape[dim]
@@ -199,7 +202,7 @@ class _Index:
         return places
 
     def _slices_like(self, local: Tensor, dim: int) -> Mapping[bytes, Sequence[tuple[str, int]]]:
-        """Bits in this tensor's dtype -> parameter and number of every slice along `dim` of the shape of its slices."""
+        """Bits in this tensor's dtype -> parameter and number of every slice along `dim` that has its slices' shape."""
         rest = (*local.shape[:dim], *local.shape[dim + 1 :])
         key = dim, rest, local.dtype
         if key not in self._slices:
@@ -267,8 +270,8 @@ def _rename(path: str, renames: Mapping[str, str]) -> str:
 class _Search:
     """The `placements` of the second launch's parameters, by rank and name, as far as they are found."""
 
-    def __init__(self, index: _Index, second: Launch) -> None:
-        self.index = index
+    def __init__(self, index: _Index, second: Launch, staged: Mapping[tuple[int, str], str]) -> None:
+        self.index, self.staged = index, staged
         self.placements: dict[tuple[int, str], SlicePlacement] = {}
         self._holders: dict[str, set[int]] = {}
         """By name of a parameter, the ranks that hold it or a part of it."""
@@ -290,7 +293,8 @@ class _Search:
 
     def by_name(self, one: _Parameter, renames: Mapping[str, str]) -> SlicePlacement | None:
         """The placement beside the matrix of its module, else in the parameter of its name by shape."""
-        name = self.index.known_name(_rename(one.row.name, renames))
+        renamed = _rename(one.row.name, renames)
+        name = self.index.known_name(self.staged.get(one.key, renamed) if renamed == one.row.name else renamed)
         return self._beside_matrix(one, name) or self._by_shape(one, name)
 
     def place_what_is_left(self, unplaced: Sequence[_Parameter]) -> None:

@@ -11,9 +11,7 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.programs.values import RankValues, ValueRow, read_values
 
 STATES: Mapping[str, str] = {"exp_avg": "exp_avg_after", "exp_avg_sq": "exp_avg_sq_after"}
-"""Name of a state of an optimizer -> the kind of its name in an outcome. Other states are values
-updated in each step.
-"""
+"""Name of an optimizer's state -> the kind of its name in an outcome. Other states are of kind OTHER_STATE."""
 OTHER_STATE = "value_after"
 _AFTER = "param_after"
 COUNTS = frozenset({"step"})

@@ -87,7 +87,7 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     readers: dict[object, list[int]] = {}
     for rank, rows_read in read.items():
         readers.setdefault(tuple(rows_read), []).append(rank)
-    for ranks in readers.values():  # of several equal rows of the first launch they read the same one
+    for ranks in readers.values():  # of equal rows of the first launch, all of them get the same one
         sources |= {(rank, call): rows for rank in ranks for (own, call), rows in [*sources.items()] if own == ranks[0]}
     return Samples(
         step=step,
@@ -165,7 +165,7 @@ def describe_difference(one: Samples) -> Fact | None:
         return Counter(one.copies.get(unit, unit) for rank in ranks for unit in one.units(rank))
 
     # Ranks that read the same may share a model, or be data ranks that read the same rows twice. A part is surely read
-    # too often if it is so with one rank of each group, and surely missing if it is so with all ranks.
+    # too often if one rank of each reader suffices for that, and surely missing if all ranks together lack it.
     least, most = count_reads(ranks[0] for ranks in one.readers), count_reads(r for ranks in one.readers for r in ranks)
     missing = _rows_once(unit for unit, count in needed.items() if most[unit] < count)
     twice = _rows_once(unit for unit, count in needed.items() if least[unit] > count)
@@ -281,7 +281,9 @@ def _batches_of(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _are_alike(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether rows of both may be equal: all have integers or none, and one shape, but for a part of the sequence."""
+    """Whether rows of both may be equal: both are integers or both floats, and their shapes are equal, except that
+    `theirs` may be an equal part of the sequence.
+    """
     if mine.is_floating_point() != theirs.is_floating_point() or mine.dim() != theirs.dim():
         return False
     a, b = tuple(mine.shape[1:]), tuple(theirs.shape[1:])

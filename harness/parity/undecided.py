@@ -53,16 +53,29 @@ def undecided_by_chance(seen: LaunchComparison, findings: dict[str, Finding]) ->
 def undecided_by_starts(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
     """The findings, unknown instead of failed, since some parameters did not get the requested initial weights."""
     lacking = {name: why for rank in seen.second.ranks for name, why in dict(rank.about.get("same_init") or {}).items()}
-    if not lacking or not wrong_starts(seen, findings):
+    if lacking and wrong_starts(seen, findings):
+        name, why = next(iter(lacking.items()))
+    elif (other := _given_by_number(seen)) is not None:
+        name, why = other[0], state_fact("own_number", name=other[1]).text
+    else:
         return findings
-    name, why = next(iter(lacking.items()))
     return _as_unknown(findings, ("replicas", *NUMERIC), state_fact("no_same_init", name=name, why=str(why)))
 
 
-def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Losses that differ between ranks are unknown, not failed, if nothing shows whether these read
-    the same samples.
+def _given_by_number(seen: LaunchComparison) -> tuple[str, str] | None:
+    """A parameter that got the initial value of another layer, since its stage numbers layers from 0; and its name in
+    the first launch.
     """
+    given = {rank.rank for rank in seen.second.ranks if dict(rank.about.get("options") or {}).get("same_init")}
+    placed = seen.partners.placements
+    for (rank, name), wanted in seen.partners.staged.items():
+        if rank in given and name != wanted and (rank, name) in placed and placed[rank, name].names == (name,):
+            return name, wanted
+    return None
+
+
+def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """The findings; losses on which ranks disagree are unknown if nothing shows whether these read the same samples."""
     torn = findings.get("replicas")
     if findings[samples.CHECK].verdict != UNKNOWN or torn is None or {*map(kind_of, torn.names)} != {"loss"}:
         return findings

@@ -1,16 +1,16 @@
 """A dry run: a subject on tensors that have shapes and no numbers, on a few ranks that stand for all of a world.
 
-Ranks of one place on the mesh are expected to do the same, so that one of each is run. A place is, along every axis of
-more than one rank, the first, the last or a middle one: there programs treat ranks differently. A rank that is run has
-a ledger, computation between calls, and a need of memory, which the meter measures:
+Ranks of one place on the mesh are expected to do the same, so one rank of each place is run. A place is, along every
+axis of more than one rank, the first, the last or a middle one: there programs treat ranks differently. The meter
+measures what such a rank computes between its calls, and the memory that it needs:
 
     meter = Meter()
     with Interposer(meter), ...:          # the meter observes calls, so that it knows which work belongs to which
         with meter.on_rank(rank): program(rank)
     meter.stretches, meter.peak_bytes
 
-It is a dispatch mode for tensors of the meta device, entered in the thread of one rank, forward and backward. FLOPs are
-those of matrix products and attention (two a multiply-add, masked pairs counted too) by torch.utils.flop_counter's
+The meter is a dispatch mode for tensors of the meta device, entered in the thread of one rank. FLOPs are those of
+matrix products and attention (two a multiply-add, masked pairs counted too) by torch.utils.flop_counter's
 formulas. Live bytes are those of storages, each once, from its first to its last use; storages that are resized keep
 their first size. A subject that leaves the device aside holds its tensors on the CPU: then those are counted. Units:
 FLOPs, bytes.
@@ -173,7 +173,7 @@ class Meter(DispatchMode):
         return ticket
 
     def on_completion(self, rank: int, ticket: int) -> None:
-        """A synchronous call: its stretch says so by itself."""
+        """Nothing is kept: that a call is synchronous was known when it was issued."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -196,7 +196,7 @@ class Meter(DispatchMode):
         return out
 
     def _note_collective(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """An operator of a collective: remember what its call will be waited for by."""
+        """Run an operator of a collective, and remember by which handle its call will be waited for."""
         if space != "c10d" and short_name(func) in _OF_ONE_TENSOR:
             return self._passed_on(func, args, words)
         if space != "c10d" and not has_kernel(f"{space}::{short_name(func)}", "CompositeExplicitAutograd"):
@@ -213,7 +213,9 @@ class Meter(DispatchMode):
         return out
 
     def _passed_on(self, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """The tensor of a functional collective: waited for, or handed on as another, by which it is known too."""
+        """Run an operator on the result of a functional collective. It waits for the call, or returns another tensor,
+        by which the call is known too.
+        """
         handle = storage_id(args[0])
         if short_name(func) == "_wrap_tensor_autograd":  # its meta kernel makes a tensor that nobody can wait for
             return func.redispatch(_EXPLICIT, *args, **words)
@@ -235,9 +237,7 @@ class Meter(DispatchMode):
                 self._see(part)
 
     def _note_wait(self, handle: int) -> None:
-        """The call behind a work, or behind the tensor of a functional collective, is waited for; only the first time
-        counts.
-        """
+        """Note that the call of a handle is waited for; only the first time counts."""
         ticket, _kept = self._works.pop(handle, (-1, None))
         if self._calls.pop(ticket, None) is not None:
             self._end(WAIT, ticket)
@@ -267,7 +267,7 @@ def _count_bytes(tensors: list[Tensor]) -> int:
 
 
 def _handles_of_call(space: str, out: Any) -> Iterator[tuple[int, Any]]:
-    """By what a call will be waited for, and what must be kept so that this stays its own."""
+    """The handles by which a call will be waited for, each with what must be kept so that no other call gets it."""
     parts = out if isinstance(out, tuple | list) else (out,)
     for part in parts:
         if isinstance(part, torch.ScriptObject):
@@ -321,11 +321,11 @@ def representatives(axes: Axes, world_size: int, most: int = MOST_RANKS) -> tupl
 class DryRank:
     """A rank that was run.
 
-    `stretches` are what it computes between its calls , tickets are the events' `call_index`.
-    `unwaited` are calls that were never waited for. `saved_bytes` is the most that autograd held for backward,
-    `peak_bytes` the most that all tensors held at once. Parameters are those of the models, gradients and optimizer
-    those of the last optimizer step. `trained` are the elements that the optimizer steps, `learned` those of the
-    models' parameters that want a gradient. They are more where data ranks share the optimizer's work.
+    `stretches` are what it computes between its calls; their tickets are the events' `call_index`. `unwaited` are calls
+    that were never waited for. `saved_bytes` is the most that autograd held for backward, `peak_bytes` the most that
+    all tensors held at once. Parameters are those of the models, gradients and optimizer those of the last optimizer
+    step. `trained` are the elements that the optimizer steps, `learned` those of the models' parameters that require a
+    gradient. `learned` is more where data ranks share the optimizer's work.
     """
 
     rank: int

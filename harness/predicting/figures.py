@@ -65,10 +65,10 @@ class Memory:
         )
 
     def over_steps(self, states: "States | None") -> "Memory":
-        """A peak, with the optimizer's states added if it lacks them: from the second step on they are there all the
+        """This memory, with what the optimizer keeps added to the peak: from the second step on it is there all the
         time.
 
-        With `states` gradients and optimizer are given by their formula.
+        With `states`, gradients and optimizer are given by their formula.
         """
         one = self
         if states and self.trained:
@@ -98,7 +98,7 @@ class StageForecast:
     """A stage of a pipeline, represented by one rank.
 
     `live` is the largest number of micro-batches (of one chunk) in flight, `layers` are those of the stage, `run` is
-    the rank.
+    the rank that was run.
     """
 
     index: int

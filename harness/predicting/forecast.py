@@ -12,11 +12,11 @@ the last and those between may differ: parameters are gathered before the first,
 three are measured, and the middle one stands for all between. A program of one stage may hide where its backwards begin
 and end, or run several a micro-batch. Then it is measured whole, and every micro-batch is an equal share of it.
 
-A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so that all is a
-straight line in the depth. A case whose first layers differ, or whose layers repeat in units, states it as
+A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so all of these are
+straight lines in the depth. A case whose first layers differ, or whose layers repeat in units, states it as
 `repeating_layers`, (how many differ, layers of a unit). With `states` (AdamW in mixed precision) gradients and
-optimizer are by formula instead, since the program trains with those of its own dtype. Gradients are there from the
-first micro-batch on then. Units: bytes, FLOPs; bytes of calls are payloads of one rank in a step.
+optimizer are given by formula instead, since the program trains with those of its own dtype. Then gradients are there
+before the first micro-batch. Units: bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
 from collections import Counter
@@ -213,7 +213,7 @@ def _share_segments(case: CaseLike, rank: DryRank) -> tuple[Segment, Segment]:
 
 
 def _cut_segments(rank: DryRank, ends: Sequence[int]) -> list[Segment]:
-    """Segments that end with these numbers of stretches."""
+    """The segments of a rank's stretches; `ends` has the number of stretches up to the end of each."""
     made: list[Segment] = []
     first, start_bytes = 0, 0
     for end in ends:
@@ -243,9 +243,7 @@ def weighted_sum(*parts: tuple[float, T]) -> T:
 
 
 def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
-    """A stage from measurements at several depths, each with its weight. Raises NotComputed unless all have the same
-    parts.
-    """
+    """A stage from weighted measurements at several depths. Raises NotComputed unless all have the same parts."""
     first = drawn[0][1]
     if len({tuple((place, len(own)) for place, own in one.segments.items()) for _, one in drawn}) > 1:
         raise NotComputed("its forwards and backwards are others in a deeper model", ranks=(first.rank,))
@@ -264,14 +262,16 @@ def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
 
 
 def _turning_points(rank: DryRank, computations: int) -> list[int]:
-    """As `_ends_of_computations` without messages: where backward begins and ends; empty for other `computations`."""
+    """`_ends_of_computations` of a program without messages: where backward begins and ends. Empty unless these are the
+    ends of so many `computations`.
+    """
     turns = [at for at, stretch in enumerate(rank.stretches, 1) if stretch.then in (TO_BACKWARD, TO_FORWARD)]
     turns += [len(rank.stretches)] * (len(turns) == computations - 1)
     return [*turns, len(rank.stretches)] if len(turns) == computations else []
 
 
 def _ends_of_computations(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
-    """Where each computation ends, and what follows the last one, as numbers of stretches before it.
+    """Where each computation ends, and what follows the last one, each as the number of stretches up to its end.
 
     A batch of messages belongs to the computation after it. Between two batches, autograd's work and the phases of
     calls tell forward from backward. Raises NotComputed when the rank did not follow its program.
@@ -317,9 +317,9 @@ def forecast_case(
 ) -> Forecast:
     """Memory and bytes of the case; `states` None: gradients and optimizer are the program's own.
 
-    `whole`: a model of one stage is run itself too, for one micro-batch, and its ledger is compared. Raises what the
-    engine raises, and NotComputed for a rank that cannot be taken apart by its program. RequestError for several
-    pipeline stages of a subject that has no `pipeline` (harness.protocols).
+    `whole`: a deep model of one stage is run at its own depth too, for one micro-batch, and its ledger is compared.
+    Raises what the engine raises, NotComputed for a rank that cannot be taken apart by its program, and RequestError
+    for several pipeline stages of a subject that has no `pipeline` (harness.protocols).
     """
     pipeline, (low, high) = _pipeline_of_case(case, subject, states), two_depths(case)
     depth_of = {kind: pipeline.layers[kind] / pipeline.chunks for kind in sorted(set(pipeline.alike))}

@@ -17,7 +17,7 @@ from shardproof.harness.torch_internals.dispatch import makes_new, written_argum
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _MOST = 20_000
-"""The number of results that are kept: some megabytes."""
+"""The most results that are kept: some megabytes."""
 _VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _known: dict[tuple[Any, ...], tuple[bool, tuple[_Layout, ...]]] = {}
 """Operator and its inputs -> whether it returns one tensor alone, and the layouts of its tensors."""
@@ -29,7 +29,7 @@ def make_result(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) ->
         return operator(*args, **words)
     try:
         key = operator, torch.get_default_dtype(), _key_of(args), _key_of([*words.items()])
-    except TypeError:  # an input that is neither a shape nor a number
+    except TypeError:  # an input that is no meta tensor, value or list of these
         return operator(*args, **words)
     if (known := _known.get(key)) is None:
         result = operator(*args, **words)

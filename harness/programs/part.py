@@ -1,6 +1,6 @@
 """A rank's part of the run folder, `ranks/<rank>/`, written as the program runs, so that a killed one leaves it.
 
-ledger.csv   the contract's columns, needs_gradient and sent_rows (harness.ledger.Event); where a call_index comes
+ledger.csv   the columns of harness.ledger.Event, needs_gradient and sent_rows; where a call_index comes
              twice, the later row holds: what followed settled it
 steps.csv    step, start_us (its first forward, of step 0 the first observation), updated_us (its last optimizer step
              ended), microbatches

@@ -6,8 +6,8 @@ program never sees it. Nothing here waits for another rank, and no collective is
 
 Asynchronous calls that the program drops without waiting for them are recorded. The program holds the works of its
 backend, and the recorder has weak references alone, so that it keeps none alive. The methods of torch's class that
-amount to a wait are wrapped. Only works that Python code gets are followed: C++ waits itself for what it issues for
-itself (DDP's reducer, functional collectives).
+amount to a wait are wrapped. Only works that Python code gets are followed: C++ code waits for the calls that it issues
+(DDP's reducer, functional collectives).
 
 The torch profiler runs from the first forward of the first chosen step to that of the step after the last one, and then
 writes to `traces/` in the run folder. A Kineto trace names the rank and the groups (`distributedInfo`), as
@@ -213,7 +213,7 @@ class RankRecorder:
     def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
         self._local.issued = issued
-        self._local.given = is_given(issued, sys._getframe(1).f_back)  # a thread of autograd has no more
+        self._local.given = is_given(issued, sys._getframe(1).f_back)  # None in a thread that autograd started
 
     def on_exit(self) -> None:
         """The call entered last is complete."""

@@ -145,7 +145,7 @@ class EventStream:
         return self._step.number
 
     def incomplete(self) -> tuple[int, ...]:
-        """The synchronous calls that have not completed, oldest first."""
+        """The tickets of synchronous calls that have not completed, oldest first."""
         with self._lock:
             return tuple(ticket for ticket, call in self._open.items() if not call.complete)
 

@@ -93,7 +93,9 @@ class RankValues:
     `about` are facts of the rank's program: "world_size"; "steps" that were recorded whole, and whether these are all
     that were asked for ("done"); "drawn": the modules that drew random numbers; "narrow": what stayed in another dtype
     under `--dtype float64`; "same_init": what did not get the other recording's initial value, and why; "drawn_parts":
-    digests of the parts that the program drew itself; "failed": what the recorder failed at.
+    digests of the initial values that the program drew itself; "fed_by": the rank from which its first message came, -1
+    if it sent one before; "wrappers": classes of modules that wrap others; "options": dtype and dropout as recorded;
+    "failed": what the recorder failed at.
     """
 
     rank: int

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from shardproof.harness.ledger import PHASES
 
 TOOL = "NVTX_INJECTION64_PATH"
-"""Set in the environment of a process if a profiler that stores nvtx ranges listens to it."""
+"""The environment variable that is set in a process while a profiler that stores nvtx ranges listens to it."""
 Override = tuple[str | None, str | None]
 """The phase and region that the subject stated, None if it stated none."""
 _OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))

@@ -1,7 +1,7 @@
 """Where a collective call belongs: step, micro-batch, phase and module path, inferred from what happened around it.
 
-Input are the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at
-outputs, calls. Output is one Site for each call. The program itself is not touched.
+The input is the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at
+outputs, calls. The output is one Site for each call. The program itself is not touched.
 
 The module of a call in backward follows from the sequence number that autograd gave the running node when forward made
 it. These numbers increase along the forward of a thread, so the forward of every module has a range of them. lanes.py
@@ -43,28 +43,28 @@ from shardproof.harness.recording.observations import (
 )
 
 _PENDING = 4096
-"""The most calls that wait for what follows them: a program without forwards and steps makes no other calls."""
+"""When more calls wait than this, `forget` settles them. In a program without forwards and steps nothing else would."""
 _AFTER_UPDATE = {"step", "metric", "checkpoint"}  # phases of calls that do not begin a step
 
 
 class Attribution:
-    """The sites of one rank's calls, from its observations in order: `sites` by ticket; those in `pending` are not
-    settled.
+    """The sites of one rank's calls, from its observations in order. `sites` has them by ticket; those of the calls in
+    `pending` are not settled.
     """
 
     def __init__(self) -> None:
         self.sites: dict[int, Site] = {}
         self.paths = Paths()
         self.step = self.microbatch = 0
-        self.forwards: list[tuple[Entered, int, int]] | None = None  # by model, over the whole run: step, micro-batch
-        # The last event that is no call: "entered", "forward", "sent" (a message after a forward), "inside" (a
-        # backward), "backward" or "stepped".
+        self.forwards: list[tuple[Entered, int, int]] | None = None  # if a whole run is read, with step, micro-batch
+        # What happened last: "entered" (a model), "forward" (it returned), "sent" (then a message between stages),
+        # "inside" (a backward), "backward" (it ended) or "stepped". Other calls do not count.
         self._since = ""
         self._gradients_on = self._stepped_since = self._backward_since = self._stepless = False
         self._by_hand = True  # while no optimizer of torch.optim has stepped
         self._look: Look = ()
         self._counts: dict[tuple[int, bool], int] = {}
-        self._replays: dict[str, int] = {}  # the first replay of a graph in this step
+        self._replays: dict[str, int] = {}  # by graph: its first replay in this step
         self.pending, self._unsure = list[Waiting](), dict[int, str]()  # why the phase of calls is uncertain
         self._updates_gather: bool | None = None  # whether the first update gathered parameters; known after it
         # Steps known by changed parameters alone; the micro-batch of the latest backward.
@@ -74,7 +74,7 @@ class Attribution:
 
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> "Attribution":
-        """Read a whole run: its end settles open calls, and all its models are known from the start."""
+        """Read a whole run: its end settles the calls that still wait, and all models are known from the start."""
         observations, attribution = list(observations), cls()
         attribution.forwards = []
         for seen in observations:
@@ -105,7 +105,7 @@ class Attribution:
         return (*[NO_UPDATE] * self.stepless, *filter(None, [self._unsure.get(ticket)]))
 
     def forget(self) -> None:
-        """Drop what no later backward needs. Programs that run for long call this now and then."""
+        """Drop what no later backward needs. Recorders of long programs call this now and then."""
         self._lanes.forget()
         self._unsure.clear()
         if len(self.pending) > _PENDING:
@@ -119,7 +119,7 @@ class Attribution:
         return self._here({"forward": "loss", "inside": "backward"}.get(self._since, ""))
 
     def raised_at(self, *, in_backward: bool, node: int) -> Site:
-        """Where the rank's own thread was when an exception ended its program, if no module was left since.
+        """Where the rank's own thread was when an exception ended its program. No `Left` by it may have been fed.
 
         `in_backward`: the exception passed through a backward. `node` is the node that raised, OUTSIDE if unknown.
         """
@@ -166,9 +166,7 @@ class Attribution:
         lane.mark(seen.number, site)
 
     def _forward(self, seen: Entered) -> None:
-        """The forward of a model begins: in a new step after an optimizer step, else in the next micro-batch of this
-        model.
-        """
+        """A model's forward begins: in a new step after an optimizer step, else in the model's next micro-batch."""
         self.paths.add(seen.module)
         if self._stepped_since:
             self._next_step()
@@ -183,7 +181,7 @@ class Attribution:
         self.settle("data")
 
     def _compare(self, look: Look) -> None:
-        """A step, if parameters changed since the last look, after a backward. Further changes
+        """Take it for a step if parameters changed since the last look and a backward came before. Further changes
         belong to the same step.
         """
         before, self._look = self._look, look or self._look
@@ -291,15 +289,15 @@ class Attribution:
         self._backward_since = True
         site = self._find_site_of_node(lane, seen.task, seen.node)
         if not site.region and seen.outer != OUTSIDE:
-            # Made while checkpointing ran a plain function again: it belongs to the site of the node that ran it.
+            # The call was made while checkpointing ran a plain function again: its site is that of the outer node.
             site = self._lanes[0].find_site_of_node(seen.outer) or site
         if seen.node == LEAF:
             site = site._replace(region=self.paths.parameter(seen.parameter))
         return site._replace(phase=AGAIN if seen.again else "backward")
 
     def settle(self, by: str) -> None:
-        """Settle the phase of waiting calls by what follows them, "" at the end. Calls of data belong to the next
-        micro-batch.
+        """Settle the phase of waiting calls. `by` is the phase that what follows gives them, "" at the end of the run.
+        Calls of data belong to the next micro-batch.
         """
         gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if waiting.gathers}
         if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
@@ -310,7 +308,7 @@ class Attribution:
         for waiting in self.pending:
             phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
             if phase == "step" and waiting.ticket in gathered and self._updates_gather is False:
-                phase = "checkpoint"  # all updates gather the same, and other gathers belong elsewhere
+                phase = "checkpoint"  # the first update gathered nothing, and all updates are alike
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self.pending.clear()

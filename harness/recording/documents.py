@@ -3,8 +3,8 @@
     x = documents(embedding(tokens), numbers)    # [rows, tokens, ..], and a whole number of every token
     logits = head(documents(x, numbers))         # at two places at least, the first where tokens enter
 
-It returns its tensor. In runs of the check `documents` it changes the tokens of some documents there, or lets the
-gradients of some through, and keeps what came to that place.
+`documents` returns its tensor. In runs of the check of that name, it changes the tokens of some documents there, or
+stops all gradients but those of some documents, and keeps the values and gradients that came to that place.
 """
 
 import sys
@@ -29,10 +29,10 @@ _STATED: ContextVar[_Stated | None] = ContextVar("shardproof_documents", default
 
 
 def documents(tokens: Tensor, numbers: Tensor) -> Tensor:
-    """Return `tokens`, a rank's own tensor, and state the document of each; numbers below 0 are of none (padding).
+    """State the document of each token, and return `tokens`, a rank's own tensor. Numbers below 0 mean padding.
 
-    Numbers are those of the whole step: two documents of one number are taken for one. Raises ValueError for numbers
-    that are no whole ones, or not one for each of the first dims of `tokens`.
+    A number stands for one document in the whole step: two documents of one number are taken for one. Raises ValueError
+    for numbers of a floating-point dtype, and for numbers whose shape is not that of the first dims of `tokens`.
     """
     if numbers.is_floating_point() or tokens.shape[: numbers.dim()] != numbers.shape:
         shapes = f"{tuple(numbers.shape)} {numbers.dtype} for tokens {tuple(tokens.shape)}"

@@ -1,19 +1,19 @@
-"""Lanes of a rank: what each of its threads is doing, and which autograd nodes belong to which site. Also calls that
+"""Lanes of a rank: what each of its threads is doing, and which autograd nodes belong to which site. Also which calls
 wait for what follows them, and what a call itself shows.
 
 A call outside of modules, optimizer and backward is loss if a model's forward was the last thing before it. Otherwise
-what follows settles it: it is data before a forward, and grad_sync before an optimizer step. At the end it is metric
-after a step, grad_sync after a backward, and after nothing forward if autograd computed what is sent, else data.
-Reductions of several numbers after a backward are grad_sync even before a forward, since engines reduce between
-micro-batches too. Calls in a module without parameters while gradients are off are metric, once there was a forward
-with gradients. An evaluation without gradients keeps its loss.
+what follows settles it: it is data before a forward, and grad_sync before an optimizer step. If nothing follows, it is
+metric after a step and grad_sync after a backward; else it is forward if autograd computed what is sent, or data.
+Float reductions of several elements after a backward are grad_sync even before a forward, since engines reduce between
+micro-batches too. Calls in a module without parameters while gradients are off are metric, if gradients were on in the
+latest forward. So the loss of an evaluation without gradients stays loss.
 
 Without an optimizer of torch.optim, a change of the parameters after a backward is a step (observations.Looks). After a
 step the reduction of one element is metric. Calls that write into a parameter's memory, and all_gathers of half the
 parameters' bytes or more, belong to the step. Such gathers are checkpoint if the first update has none. Collectives by
 which torch saves or loads a state are checkpoint, and so are full copies of DTensors after a step. A barrier is metric,
-before the first forward data. A send or recv is pipeline in a group of stages, and outside of all of these in a group
-without a description.
+but data before the first forward. A send or recv is pipeline in a group of stages; outside of modules, optimizer and
+backward, it is pipeline in a group without a description too.
 """
 
 import math
@@ -43,7 +43,7 @@ class Site(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A module's forward, or an optimizer's step, that is in progress. `counts`: the forward makes a micro-batch."""
+    """A module's call, or an optimizer's step, in progress. `counts`: an outermost forward with parameters."""
 
     site: Site
     task: int
@@ -79,7 +79,7 @@ class Lanes(defaultdict[int, Lane]):
         self.made_in: dict[int, int] = {}
 
     def above(self, lane: Lane, task: int) -> Frame | None:
-        """The innermost frame. Another thread of the rank works for what the first thread is doing."""
+        """The innermost frame of a lane. Outside of backward, one without frames works for what lane 0 is doing."""
         frames = lane.frames or (self[0].frames if task == OUTSIDE else [])
         return frames[-1] if frames else None
 
@@ -101,7 +101,7 @@ class Lanes(defaultdict[int, Lane]):
 
 
 class Waiting(NamedTuple):
-    """A call that what follows settles: its phase if that is "", else its step and micro-batch alone.
+    """A call that is settled by what follows it: its phase if that is "", else only its step and micro-batch.
 
     `since`: what happened last before it, as in Attribution.
     """
@@ -113,7 +113,7 @@ class Waiting(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether neither what it sends nor anything before it shows its phase."""
+        """Whether neither what the call sends nor anything before it shows its phase."""
         return not self.site.phase and not self.since and not self.call.computed
 
     @property

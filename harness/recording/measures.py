@@ -12,9 +12,9 @@ entered only where calls are expected to be hidden. A product of code that torch
 
 Saved activations are the storages that forward passes hand to autograd, each counted once while it is held, parameters
 left out. The peak is what one rank must have room for beside its parameters. The hooks change no value: pack and unpack
-return the tensor. Hooks that a program enters itself hide those around them: what they keep as a tensor is counted in
-them. Transforms of torch.func (grad, vjp) refuse all hooks, so nothing is counted inside of them. Unit: bytes. Source
-of the idea: torch.autograd.graph.saved_tensors_hooks.
+return the tensor. Hooks that a program enters itself hide those around them, so tensors that they keep are counted as
+they pack. Transforms of torch.func (grad, vjp) refuse all hooks, so nothing is counted inside of them. Unit: bytes.
+Source of the idea: torch.autograd.graph.saved_tensors_hooks.
 """
 
 import threading
@@ -140,7 +140,7 @@ class _CountedTensor:
 
 
 class _Account:
-    """The storages that one rank now holds, by identity, with their numbers of holders, and the peak of their bytes."""
+    """The storages that one rank now holds, by identity: how many holders each has, and the peak of all their bytes."""
 
     def __init__(self) -> None:
         self._holders: dict[int, list[int]] = {}
@@ -202,7 +202,7 @@ class SavedActivations:
         return account.peak_bytes if account else 0
 
     def _make_counting_hooks(self) -> Callable[..., None]:
-        """Make hooks so that the tensors that they keep count on a watched thread."""
+        """An `__init__` of saved_tensors_hooks whose hooks count, on watched threads, the tensors that they keep."""
         of_thread, made = self._of_thread, self._made
 
         def make(hooks: Any, pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:

@@ -64,7 +64,7 @@ class AxisNames:
         self._known: dict[tuple[tuple[int, ...], str, bool], tuple[str, str]] = {}
 
     def of(self, call: Call, phase: str) -> tuple[str, str]:
-        """The axis of a call's group, and what is uncertain about it; messages between stages have no axis but pp."""
+        """The axis of a call's group, and what is uncertain about it, or "". In phase pipeline pp alone is an axis."""
         key = call.group, call.group_desc, phase == "pipeline"
         if key not in self._known:
             axes = {axis: lists for axis, lists in self._axes.items() if axis == PIPELINE or phase != "pipeline"}
@@ -79,8 +79,8 @@ def axis_name(
 
     First comes the program's name of the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names). It is used if the
     case has such an axis, or if it is a known word for something else ("ep", "dp_cp"). Of joint words ("dp_shard",
-    "dp_cp") those axes are used that together have the same ranks. Then comes the only axis of several ranks with this
-    rank list; then an unknown word as it is; then "world" for all ranks; else the rank list, "0,2".
+    "dp_cp") those axes are used that together have the same ranks. Then comes the axis with this rank list, if it is
+    the only one and has several ranks; then an unknown word as it is; then "world" for all ranks; else the rank list.
     """
     described, ranks = group_word(group_desc), tuple(sorted(group))
     if described in axes:
@@ -103,9 +103,7 @@ def axis_name(
 
 
 def _together(ranks: tuple[int, ...], named: list[str], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> str:
-    """The smallest set of these axes whose joined groups have the ranks, as "dp_cp"; "" if there is
-    none, or several.
-    """
+    """The smallest set of these axes whose joined groups have the ranks, as "dp_cp"; "" for none or several."""
     for count in range(1, len(named) + 1):
         found = [some for some in combinations(named, count) if _find_joined_ranks(ranks[0], some, axes) == set(ranks)]
         if found:

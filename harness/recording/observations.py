@@ -1,8 +1,8 @@
 """Observations of a rank's program: modules entered and left, backward passes, optimizer steps, collectives issued.
 
 The phase and the module of every call are inferred from these. They are recorded as plain tuples `(kind, *fields)`,
-which cost a tenth of a microsecond. When the run is over they are read back as the named ones below. A lane is a thread
-of the rank: 0 is the one that runs the rank's program.
+which cost a tenth of a microsecond, and are later read back as the named tuples below. A lane is a thread of the rank:
+0 is the one that runs the rank's program.
 
 An update without torch.optim makes no call that could be observed. It is recognised by the parameters themselves: a
 few of their elements are compared between a backward and the next forward. These are three elements of at most four
@@ -56,7 +56,7 @@ class _Looked:
         self._places = tuple(place * tensor.element_size() for place in sorted({0, middle, last}))
 
     def values(self) -> tuple[bytes | int, ...]:
-        """The bytes of the elements; the version counter on other devices, and while FSDP has freed the memory."""
+        """The bytes of the elements; the version counter if they are not on the CPU, or FSDP has freed the memory."""
         address = self.tensor.data_ptr()
         if address != self._address:
             self.moved = self.moved or bool(self._address)
@@ -123,7 +123,7 @@ class ParameterMemory:
     """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them.
 
     Experts that Megatron-Core and DeepSpeed mark with allreduce=False are left out: data ranks hold no copies of these
-    to gather. The memory is read after the run. If parameters have `moved` since, no address is known to be theirs.
+    to gather. `of` reads the memory, often after the run. If parameters have `moved`, no address is known to be theirs.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class ParameterMemory:
         self._ends = [start + sizes[start] for start in self._starts]
 
     def mostly_in(self, gathered_bytes: int) -> bool:
-        """Whether gathers of this many bytes may be of parameters: half of them or more.
+        """Whether gathers of this many bytes may be of parameters: of half of the parameters' bytes or more.
 
         ZeRO-3 of DeepSpeed frees parameters that are not in use: their size is 0 then, and any gather may be of them.
         """
@@ -205,7 +205,7 @@ class Left(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """Backward reached the output of an outermost module: the node of that number, made in lane `made_in`."""
+    """Backward reached the output of an outermost module: `node` is the number of its node, made in lane `made_in`."""
 
     lane: int
     task: int

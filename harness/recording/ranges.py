@@ -9,10 +9,10 @@
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
 A collective's category is its op, the global ranks of its group and its dtype, "all_reduce 0,1 float32": a range has
-room for one number, the bytes. With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose
-marks a rank's calls are counted. A step's range begins with its first forward and ends with its optimizer step. The
-stretch after a backward or a step has no phase yet, since it follows from later events (harness.recording.attribution),
-so no phase range covers it. An async collective is a mark, because no range may claim a time that is not measured.
+room for one number, the bytes. If the ranges are `waiting`, they are drawn only inside `draw_rank`. The last mark of a
+rank has the number of its calls since the first. A step's range begins with its first forward and ends with its
+optimizer step. The time after a backward or a step has no phase yet, since the phase follows from later events
+(harness.recording.attribution). An async collective is a mark, since no range may claim a time that is not measured.
 """
 
 import importlib.metadata
@@ -32,8 +32,8 @@ from shardproof.harness.recording.observations import Entered, Issued, Left, Obs
 
 DOMAIN = "shardproof"
 _DRAWN, _HIDDEN = -1, -2
-"""Modules among the open ranges of a lane: with a range of their own, or without one, since they have no name of their
-own or were entered while nothing was drawn.
+"""Modules among the open ranges of a lane: those with a range, and those without one, since their path is "" or that of
+the module around them, or since they were entered while nothing was drawn.
 """
 
 
@@ -53,9 +53,7 @@ def open_domain() -> Any:
 
 
 def attached_ranges() -> "Ranges | None":
-    """Ranges for the profiler that listens to this process (Nsight Systems); None if none does, and then they cost
-    nothing.
-    """
+    """Ranges for the profiler that listens to this process (Nsight Systems); None if none does."""
     return Ranges(open_domain()) if os.environ.get(TOOL) else None
 
 
@@ -64,9 +62,7 @@ def _drops(domain: object) -> bool:
 
 
 def _asking_nobody() -> Any:
-    """An nvtx domain, without the check whether it is enabled. Uses private names, which are tested
-    for each version.
-    """
+    """An nvtx domain that does not check whether it is enabled. Uses private names, tested for each version."""
     try:
 
         class Direct(nvtx.Domain):

@@ -6,7 +6,7 @@
 
 While ranks run it only keeps plain tuples; steps, phases, regions and axes are worked out when the events are read.
 Times are microseconds since the recorder was entered. A call that never completed, or whose completion is not reported
-(an async call of gloo), has duration_us 0. With a stopwatch, calls on the device start and end when their streams do.
+(an async call of gloo), has duration_us 0. With a stopwatch, calls on the device are timed by marks in their streams.
 """
 
 import sys
@@ -25,7 +25,7 @@ from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
 from shardproof.harness.recording.observations import Entered, Issued, Left, read_observation
 from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
-from shardproof.harness.recording.watch import WATCHING, Emit, Watch
+from shardproof.harness.recording.watch import WATCHING, Emit, Watch, is_of_checkpoint
 from shardproof.harness.torch_internals.autograd import node_raised
 
 if TYPE_CHECKING:
@@ -137,12 +137,15 @@ class Recorder:
             [read_observation(plain) for plain in self._track(rank).observations],
             [*frames_left(error)],
         )
-        # The exception left these modules. Another one did if it left none: recomputation stops early by one.
+        # Modules that this exception left are popped, since it was raised in them. If its traceback has no frame of the
+        # wrapper, another exception left them: recomputation raises one to stop early.
         if any(frame.f_code is WATCHING for frame in frames):
             while observations and isinstance(observations[-1], Left) and observations[-1].raised:
                 observations.pop()
         in_backward, node = node_raised(frames)
-        return Attribution.of(observations).raised_at(in_backward=in_backward, node=node)
+        site = Attribution.of(observations).raised_at(in_backward=in_backward, node=node)
+        loads = not site.phase and any(is_of_checkpoint(frame.f_code) for frame in frames)
+        return site._replace(phase="checkpoint") if loads else site
 
     def site_of_last_call(self, rank: int) -> Site | None:
         """Where a rank issued its latest call; None if it has issued none."""

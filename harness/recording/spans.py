@@ -5,10 +5,10 @@ begins when it reaches that model's output. Either ends when the rank does somet
 backward: messages between stages, the next forward or backward, reductions, updates. So calls inside, and waiting for
 them, count as computing; only the first wait for a message between stages ends it. Units: microseconds.
 
-On a device the host's clock would give the time at which work was enqueued, so CUDA events in its streams are the clock
-(Stopwatch). Recording an event waits for nothing, so the streams run as they would. The time between the two events of
-a call is what it took on the device, its wait for other ranks included. They are read when the program is over. Source:
-torch.cuda.Event; its resolution is half a microsecond.
+On a device the host's clock would give the time at which a call was enqueued, so calls are timed by CUDA events in its
+streams (Stopwatch). Recording an event waits for nothing, so the streams run as they would. The time between the two
+events of a call is what it took on the device, its wait for other ranks included. They are read when the program is
+over. Source: torch.cuda.Event; its resolution is half a microsecond.
 """
 
 import time
@@ -28,7 +28,7 @@ _WITH_THE_NEXT = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpan:
-    """A forward ("F") or backward ("B") of a rank, or one asynchronous call (`kind` is its op), on the same clock.
+    """A forward ("F") or backward ("B") of a rank, or one asynchronous call (`kind` is its op). Times: microseconds.
 
     `chunk` numbers the models that the rank calls; -1 for calls. A call is in progress until its rank first waits for
     it; `call_index` is that of the ledger, -1 for computations.
@@ -59,7 +59,7 @@ def rank_spans(
     waited_us: Mapping[int, float],
     start_s: float,
 ) -> tuple[RankSpan, ...]:
-    """The computations of one rank in order of their ends, then its calls; none without a message between stages.
+    """The computations of one rank in order of their ends, then its awaited asynchronous calls; () without a pipeline.
 
     `attribution` has read these observations. `events` are the rank's, `waited_us` is when it first waited for the call
     of that index, `start_s` the time at which times begin.

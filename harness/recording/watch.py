@@ -5,7 +5,7 @@ before a module's own forward hooks, in which DTensor's plans communicate. Wrapp
 up the slots of every module class again, half a millisecond a run. Optimizers are observed by torch's global step
 hooks. A prehook on the node of an outermost output reports that backward arrived; it adds no node and reads nothing.
 torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. A module whose `module.compile()`
-was called before is not observed, since its result is called in place of `_call_impl`.
+was called before is not observed, since the compiled call replaces `_call_impl`.
 
 Every rank of a process has its own thread, which enters `on_rank`. Other threads (autograd's for a device, workers)
 belong to the rank if it is the only one in the process.
@@ -66,7 +66,7 @@ from shardproof.harness.torch_internals.compiler import not_compiled
 
 _CHECKPOINT = checkpoint.__file__
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_SAVES = os.path.join(_TORCH, "distributed", "checkpoint", "")
+_SAVES = os.path.join(_TORCH, "distributed", "checkpoint", ""), torch.serialization.__file__
 
 
 def surroundings(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
@@ -96,8 +96,8 @@ def _outer(frame: FrameType) -> int:
 
 
 def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
-    """Whether gradients are off because the user said so, and not because an autograd Function's forward runs, up to
-    `until`.
+    """Whether the user turned gradients off, by the frames up to `until`. False if they are off only because the
+    forward of an autograd Function runs.
     """
     inner = None
     while frame is not None and frame.f_code is not until:
@@ -112,16 +112,28 @@ def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
 def kept_by_torch(frame: FrameType | None) -> tuple[bool, bool]:
     """(whether torch saves or loads a checkpoint or a state_dict, whether it makes a full copy of a DTensor).
 
-    Searched are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `state_dict` and its like.
+    Searched are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `torch.load`, `state_dict`
+    and its like.
     """
     copies = False
     while frame is not None and not is_user(frame.f_code.co_filename):
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        if file.startswith(_SAVES) or (name.endswith("state_dict") and file.startswith(_TORCH)):
+        if _is_of_states(frame.f_code):
             return True, copies
-        copies = copies or name == "full_tensor"
+        copies = copies or frame.f_code.co_name == "full_tensor"
         frame = frame.f_back
     return False, copies
+
+
+def _is_of_states(code: CodeType) -> bool:
+    """Whether this function of torch saves or loads."""
+    file = code.co_filename
+    return file.startswith(_SAVES) or (code.co_name.endswith("state_dict") and file.startswith(_TORCH))
+
+
+def is_of_checkpoint(code: CodeType) -> bool:
+    """Whether this function saves or loads: one of torch, or one in a file or folder called after checkpoints."""
+    file = code.co_filename
+    return "checkpoint" in "/".join(file.split(os.sep)[-2:]) if is_user(file) else _is_of_states(code)
 
 
 def steps_around(frame: FrameType | None) -> int:
@@ -342,9 +354,7 @@ class Watch:
         return lane
 
     def _adopt(self) -> ThreadWatch | None:
-        """The lane of a thread that entered no rank: it works for the only rank of the process; None if there are
-        several.
-        """
+        """The lane of a thread that entered no rank: that of the process's only rank; None if there are several."""
         ranks = list(self._open)
         return self.lane(ranks[0]) if len(ranks) == 1 else None
 

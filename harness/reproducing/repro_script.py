@@ -1,7 +1,7 @@
 """The body of a script that repeats one failure with plain torch; `repro` writes it to a file with its facts.
 
 The script starts the ranks itself on gloo (or is started by torchrun) and calls the subject on each. Then it joins the
-blocks of one tensor and compares them with a number that the facts carry. Exit status: 0 not reproduced, 1 reproduced,
+blocks of one tensor and compares it with its truth, which the facts carry. Exit status: 0 not reproduced, 1 reproduced,
 2 undecided. Imports nothing but the standard library, torch and the subject. Times are seconds.
 """
 
@@ -128,7 +128,7 @@ def judge_outcomes(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ..
 
 
 def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
-    """Run the subject on this rank. Rank 0 judges and returns the answer, the others None."""
+    """Run the subject on this rank. Rank 0 judges and returns the answer; the others return GONE unless they fail."""
     world_size = facts["world_size"]
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=LIMIT_S / 2)

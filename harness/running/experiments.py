@@ -1,8 +1,9 @@
 """The line `when:` of failed cases: which words of a case its failure needs, found by running it with other words.
 
 Failures with the same first place count as one. Of each such group the simplest case is examined, the simplest groups
-first. One failure takes at most `Request.when_s` seconds, and all together three times as long. Before that, the first
-failed case is tried on processes.
+first. One failure takes at most `Request.when_s` seconds, and all together three times as long. Seconds in which the
+process waits for a processor do not count. Before the searches the simplest failed case is run with ranks that are
+processes.
 """
 
 import tempfile
@@ -20,6 +21,7 @@ from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.needed_words import needed_words
 from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirm_words
 from shardproof.harness.diagnosing.words_text import NeededWords
+from shardproof.harness.engines.starvation import Starvation
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text, without_saving
 from shardproof.harness.running.forked_process import fork_worker
@@ -34,7 +36,9 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 _IN_ALL = 3
 """The number of failures that may each take their whole time."""
 _SEARCH = 0.8
-"""The share of a failure's time for the search. The rest is for running statements that are cases of their own."""
+"""The share of a failure's time for the search. In the rest the cases that the found statements describe are run."""
+_LONGEST = 3
+"""How many times its seconds a search may take on a machine that others keep busy."""
 _GRACE_S = 10.0
 """How much longer than its time the process of the experiments may take, to end the case that it runs."""
 ENGINES = ("inproc", "pool", "dry")
@@ -42,7 +46,7 @@ ENGINES = ("inproc", "pool", "dry")
 _OF_ONE_RUN = CHECKS.keys() - select_checks_by_need(CHECKS, Repeats) | {"run"}
 """Checks that need a single run of a case."""
 _WITHOUT_LAWS = {**CHECKS}
-"""The same checks in another mapping than CHECKS, to which `prove` would add LAWS."""
+"""A copy of CHECKS: to CHECKS itself `prove` would add LAWS."""
 Proves = Callable[..., CaseResult]
 """Proves a case by `checks` within `timeout_s`, with a second run if `repeat` is given, and explains nothing."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]
@@ -109,7 +113,7 @@ def _prove_each(
         yield from _examine_failures(failures, request, proving)
         return
     worker = fork_worker(lambda connection: _send_objects(connection, _examine_failures(failures, request, proving)))
-    end_s = time.monotonic() + _IN_ALL * request.when_s + _GRACE_S
+    end_s = time.monotonic() + _LONGEST * _IN_ALL * request.when_s + _GRACE_S
     try:
         while worker and worker.pipe.poll(max(end_s - time.monotonic(), 0)):
             yield worker.pipe.recv()
@@ -131,7 +135,7 @@ def _examine_failures(
     groups: dict[str, list[Failed]] = {}
     for failed in sorted(failures, key=lambda failed: failed.size):
         groups.setdefault(failed.first.site, []).append(failed)
-    end_s = time.monotonic() + _IN_ALL * request.when_s
+    clock = Starvation()
     with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         waiting = [*groups.values()]
         start_s = time.monotonic()
@@ -147,8 +151,9 @@ def _examine_failures(
                 tried.append(case)
                 return prove_case(case, explain=False, **how)
 
-            own_s = min(request.when_s, EXPLAINED_IN * request.timeout_s - group[0].explained_s)
-            found = words_needed(group[0], request.subject, prove_and_count, min(end_s, start_s + own_s))
+            left_s = _IN_ALL * request.when_s - clock.own_seconds(_LONGEST)
+            own_s = min(request.when_s, left_s, EXPLAINED_IN * request.timeout_s - group[0].explained_s)
+            found = words_needed(group[0], request.subject, prove_and_count, own_s)
             when = _with_cost(found.when, len(tried), start_s)
             alike = [failed for failed in group if failed is group[0] or not _contradicts(failed.case, found)]
             yield {case_text(failed.case): _with_when(failed, when) for failed in alike}
@@ -197,31 +202,30 @@ def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
     )
 
 
-def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
-    """The words that the failure of this case needs, searched for until `end_s` on the monotonic clock.
+def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, seconds: float) -> NeededWords:
+    """The words that the failure of this case needs, searched for within these seconds.
 
     Each statement is then read as it will be printed, and the case that it describes is run with every check and law,
     unless the search already did that.
     """
-    start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         saved = {"save": f"{folder}/save"} if getattr(failed.case, "save", "") else {}
-        fails = _Fails(failed, subject, prove, saved, start_s + _SEARCH * (end_s - start_s))
+        fails = _Fails(failed, subject, prove, saved, _SEARCH * seconds)
         found = needed_words(failed.case, domains_of(failed.case, subject), fails.in_search)
-        fails.end_s = end_s
+        fails.limit_s = seconds
         return confirm_words(found, failed.case, lambda text: case_of(text, subject), fails.by_all_checks)
 
 
 class _Fails:
     """Whether a case fails in the same way as the examined one; None if that cannot be told.
 
-    Raises OutOfTime from `end_s` on. A case whose first failure is of another kind fails for another reason, and shows
+    Raises OutOfTime after `limit_s`. A case whose first failure is of another kind fails for another reason, and shows
     nothing. The search leaves out laws, which run further cases, unless the fault breaks laws alone. It repeats runs
     only if the fault shows in no check of a single run. No case is run twice by the same checks.
     """
 
     def __init__(
-        self, failed: Failed, subject: NamedSubject, prove: Proves, words: Mapping[str, Any], end_s: float
+        self, failed: Failed, subject: NamedSubject, prove: Proves, words: Mapping[str, Any], limit_s: float
     ) -> None:
         mine = {verdict.check for verdict in failed.fault}
         others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
@@ -231,7 +235,8 @@ class _Fails:
         """Checks that run other cases too, so that their failure says nothing about this one alone."""
         self._in_search = _WITHOUT_LAWS if self._laws and truth_of(subject) is not None else CHECKS
         self._repeat = not mine & _OF_ONE_RUN
-        self._prove, self._words, self.end_s = prove, words, end_s
+        self._prove, self._words, self.limit_s = prove, words, limit_s
+        self._clock = Starvation()
         self._known: dict[tuple[str, bool], Proved] = {}
 
     def in_search(self, case: CaseLike) -> bool | None:
@@ -262,7 +267,7 @@ class _Fails:
 
     def _prove_case(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
         """The result of a case; None if it is refused. Raises OutOfTime if the time ends first."""
-        left_s = self.end_s - time.monotonic()
+        left_s = self.limit_s - self._clock.own_seconds(_LONGEST)
         if left_s <= 0:
             raise OutOfTime
         kept = {word: value for word, value in self._words.items() if getattr(case, word)}
@@ -271,7 +276,7 @@ class _Fails:
             result = self._prove(case, checks=checks, repeat=self._repeat, timeout_s=left_s)
         except (ShardproofError, ValueError):
             return None
-        if time.monotonic() >= self.end_s and result.verdict != PASS:
+        if self._clock.own_seconds(_LONGEST) >= self.limit_s and result.verdict != PASS:
             raise OutOfTime
         return result
 

@@ -1,7 +1,7 @@
 """Explains a failed case: further runs, then a diagnosis and six lines for every failed check.
 
 Cases of another size show whether a wrong factor is a size of the case: a factor of 1/2 with tp=2 may be a mean over tp
-or a constant, and with tp=3 it shows which. Each size in question is changed by itself.
+or a constant, and a case with tp=3 shows which. Each size in question is changed by itself.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ def with_explanations(
 ) -> tuple[Evidence, Mapping[str, Finding]]:
     """The evidence with further runs for these findings, and every finding that explains the failure.
 
-    The run is repeated if that was not done yet, since only replicas or runs may differ.
+    The run is repeated if that was not done yet, since the failure may be a difference between two runs alone.
     """
     trial.budget.begin(EXPLAINED_IN * trial.timeout_s)
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))

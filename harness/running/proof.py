@@ -65,8 +65,8 @@ def prove(
     two runs are compared only if another check fails. `reference` replaces the subject's own truth, or the decoder.
     `truths`: what the dense model computed for the case before, on this device and with this reference. `heard` is
     called with the name of every part of the proof as it begins ("recorded", "truth", ..). Raises RequestError if there
-    is no such subject, if the machine cannot hold the ranks, or if the dense model cannot compute the case (unreadable
-    data). Any error of the subject is a failed verdict.
+    is no such subject, if a claim of it is wrong (`per_rank`), if the machine cannot hold the ranks, or if the dense
+    model cannot compute the case (unreadable data). Any error of the subject's program is a failed verdict.
     """
     given = resolve_subject(subject)
     admit_ranks(case, engine.name)
@@ -140,7 +140,7 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
 
 
 def _find_problems(trial: Trial) -> dict[str, Finding]:
-    """Findings on what is missing, by check: what the subject could not answer, and explaining runs without time."""
+    """Findings on what is missing, by check: answers of the subject, and runs of the explanation that had no time."""
     found = {
         check: Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
         for check, problem in trial.problems.items()

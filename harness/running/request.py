@@ -93,7 +93,7 @@ def check_saved(cases: Iterable[CaseLike]) -> None:
 
 
 def loading_what_exists(cases: Sequence[CaseLike]) -> list[CaseLike]:
-    """The cases without those that load a checkpoint which another of the cases saves first."""
+    """The cases without those that load a checkpoint which one of the cases saves."""
     saved = {folder_of(case, "save") for case in cases} - {""}
     return [case for case in cases if folder_of(case, "load") not in saved]
 

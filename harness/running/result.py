@@ -30,7 +30,7 @@ _Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 
 
 def verdict_on(finding: Finding, case: str, check: str, failure: FailedCheck | None = None) -> Verdict:
-    """The verdict of a check on a case: the check's finding, and with a failure the runs that can explain it."""
+    """The verdict of a check on a case: the check's finding, and the explanation of a failure if there is one."""
     return Verdict(
         case=case,
         check=check,
@@ -50,7 +50,7 @@ class CaseResult:
 
     `evidence` is None unless all runs finished. `traceback` is that of the rank that raised, uncut. `diagnoses` has one
     for each failed check, in the order of the checks; "run" stands for a case that ended without an outcome. `seconds`
-    has the parts truth, control, recorded, plain, again, checks, regrouped, explained, located, elsewhere.
+    has parts: truth, control, recorded, plain, again, checks, regrouped, documents, explained, located, elsewhere.
     """
 
     case: CaseLike

@@ -1,9 +1,10 @@
-"""The cases of a request: each is proved and stored as it finishes. `shardproof run` calls `run`.
+"""The cases of a request: each is proved and stored as it finishes. `shardproof run` calls `run_request`.
 
-    result = run(Request(cases=parse_cases(["mode=tp tp=2"]), subject=named("shardproof.parallel.subject:subject")))
+    subject = resolve_subject("shardproof.parallel.subject:subject")
+    result = run_request(Request(cases=cases_of(["mode=tp tp=2"], subject), subject=subject))
 
-Exit status: 0 all pass, 1 a check failed or could not be decided, 3 the machine failed and nothing else did. 2: the
-request was wrong (RequestError, or the dense model cannot compute one of the cases) or every case was skipped.
+Exit status: 1 a check failed or could not be decided, 3 the machine failed and nothing else did. 2: the request was
+wrong (RequestError, or the dense model cannot compute one of the cases) or every case was skipped. Otherwise 0.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -140,7 +141,7 @@ def _prove_in_processes(
 
 @contextmanager
 def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
-    """Forked processes for a request: up to two for ranks as threads, else one.
+    """Forked processes for a request: at most `processes` of it for ranks as threads, else at most one.
 
     The list is empty for torchrun, for profiles, and if this process cannot be forked: then it proves the cases itself.
     """
@@ -152,7 +153,7 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
             ours += [process] if process else []
         yield ours
     finally:
-        for process in ours:  # connect all of them before: a later fork inherits the connections of earlier ones
+        for process in ours:  # all connections first: a later fork inherits those of earlier ones
             process.worker.pipe.close()
         for process in ours:
             process.close()

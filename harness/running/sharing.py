@@ -42,7 +42,7 @@ _BEGINS = "case"
 """The name of the part of a case that comes before its first run."""
 _THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"
 _QUEUED = 2
-"""The most cases that a process has: the one that it proves, and the next."""
+"""A process with fewer cases than this, the one that it proves and the next, gets another group of cases."""
 _LISTEN_S = 0.2
 """How often a silent process is checked."""
 _STARTS = 2

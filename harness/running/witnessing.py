@@ -3,8 +3,8 @@
 Independence of the witnesses: the torch profiler hears torch's own rows and the Flight Recorder's log, the closed form
 knows formulas only. The ranges that nsys stores are drawn from our recorder's observations. So nsys shows that nothing
 is lost or renamed on the way and no more; on a GPU its timeline has NCCL's kernels beside them. Sessions have processes
-of their own whatever engine proves the case. A Python process group of the in-process engine passes by the dispatcher,
-where the profiler listens.
+of their own whatever engine proves the case, since calls on the in-process engine's groups, which are Python classes,
+do not reach the dispatcher, where the profiler listens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ Rows = list[tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WitnessResult:
-    """Words of the witnesses on one case: the verdict, rows for the run folder by file name, a failure explained."""
+    """The witnesses' verdict on one case, rows for the run folder by file name, and the diagnosis of a failure."""
 
     verdict: Verdict
     tables: Mapping[str, tuple[tuple[str, ...], Rows]]
@@ -143,7 +143,7 @@ def witnesses(
     steps: range | None = None,
     options: str = "",
 ) -> Witnesses:
-    """Hold one session a tool; a tool that is missing or broken leaves a note and takes nothing else along.
+    """Hold one session a tool; a tool that is missing or broken leaves a note, and the other tools still have theirs.
 
     `steps` are watched, None for whole runs; `options` are further words of the command that repeats a case.
     """
@@ -177,7 +177,7 @@ def witnesses_of(request: Request, folder: Path) -> Witnesses:
 
 
 def _takes(case: CaseLike, subject: NamedSubject) -> bool:
-    """Whether the subject takes the case; one that raises then is not run, and its verdict gives the error."""
+    """Whether the subject takes the case; if it raises when it is asked, it does not, and the proof gives the error."""
     try:
         return not refusal(case, subject)
     except Unanswered:
@@ -209,7 +209,7 @@ def _side_by_side(text: str, agreed: Agreement) -> Rows:
 
 
 def _collectives(text: str, good: Mapping[str, Session], recorded: Sequence[Event], case: CaseLike) -> Rows:
-    """Times from the profiler's traces; region and phase from the recorder of the same run, where the order is one."""
+    """Times from the profiler's traces. The rest is that of the recorded call with the same rank and index, if any."""
     session = good.get("torch")
     if session is None:
         return []

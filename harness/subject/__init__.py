@@ -12,7 +12,7 @@
     per_rank                modules whose state is one set a rank       `kept_per_rank`
     compute_dtype, ...      lower dtypes in which it computes or sends  `lower_dtypes`
     deviates                tensors that deviate by design              `stated_deviations`
-    activations, harmless   read where they are used, by `answer_question`, `ask_subject` and `offers`
+    activations, harmless, pipeline     read where they are used (`answer_question`, `ask_subject`, `offers`)
 
 All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
 knows no modes: which there are is stated by the dense model. `harness.protocols.Subject` states the types.

@@ -70,9 +70,7 @@ def _name_of(subject: object) -> str:
 
 
 def call_subject(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[str, Value]:
-    """The outcome of the subject on this rank. Raises SystemExit with a text if it exits with
-    status 0 and no outcome.
-    """
+    """The outcome of the subject on this rank. Raises SystemExit with a text if it exits with status 0."""
     try:
         return subject(case, device)
     except SystemExit as end:
@@ -85,7 +83,8 @@ def call_subject(subject: Subject, case: CaseLike, device: "torch.device") -> Ma
 def ask_subject(question: str) -> Iterator[None]:
     """A context, or a decorator, of code that asks the subject this question.
 
-    Raises Unanswered for whatever its code raises, sys.exit too, and MachineError unchanged: its time was over.
+    Raises Unanswered for whatever the subject's code raises, sys.exit too. KeyboardInterrupt and MachineError (the time
+    was over) are raised unchanged.
     """
     try:
         yield
@@ -96,9 +95,7 @@ def ask_subject(question: str) -> Iterator[None]:
 
 
 def answer_question(question: str, ask: Callable[[], T]) -> T:
-    """The result of `ask`, a question to the subject. Raises Unanswered for what its code raises
-    (see `ask_subject`).
-    """
+    """The result of `ask`, a question to the subject. Raises Unanswered for what its code raises (`ask_subject`)."""
     with ask_subject(question):
         return ask()
 
@@ -116,13 +113,14 @@ def _where(problem: BaseException) -> str:
 def session(subject: Subject) -> Iterator[None]:
     """The context of `subject.session()`, in which its ranks and its truth run; without it an empty one.
 
-    Raises Unanswered if it cannot be entered or left.
+    Raises Unanswered if it cannot be entered, or left after a body that ended well.
     """
     make: Callable[[], AbstractContextManager[object]] | None = getattr(subject, "session", None)
     with ExitStack() as stack:
         if make is not None:
             answer_question("session", lambda: stack.enter_context(make()))
         yield
+        answer_question("session", stack.close)
 
 
 def offers(subject: Subject, attribute: str) -> bool:
@@ -165,7 +163,7 @@ def state_terms(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
 def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
     """The standard deviation of initial values by parameter, 0 for a constant; empty if the subject states none.
 
-    Raises Unanswered if they cannot be read, also in place of a TypeError.
+    Raises Unanswered if they cannot be read, also in place of the TypeError of anything but such a mapping.
     """
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "deviations", None)
     by_name = {} if stating is None else stating(case)
@@ -188,8 +186,8 @@ def _complete(term: object) -> Term:
 def orders(case: CaseLike, subject: Subject) -> Axes:
     """The rank lists that the subject states for axes of its own rank order, empty if it states none.
 
-    Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once, and in place of a
-    TypeError.
+    Raises Unanswered in place of the TypeError of what is no mapping, and for an axis whose lists do not hold every
+    rank of the case's world once, in groups of the case's size.
     """
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
     rank_lists = None if stating is None else stating(case)

@@ -96,7 +96,7 @@ def draws(subject: NamedSubject) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedModes:
-    """`modes` can be requested, in the subject's order; `unknown` ones no case can have. `own`: of its own words."""
+    """`modes` can be requested, in the subject's order; no case can have the `unknown`. `own`: of its own cases."""
 
     subject: str
     modes: tuple[str, ...]
@@ -178,7 +178,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[tuple[str, str], str]:
     """The dtypes of LOWER that the subject states for this case, without those that are no lower than the case's own.
 
-    Each by its attribute and the calls of which it is stated: "all_gather", "all_gather over dp"; "" are all of them.
+    Each by its attribute and the calls of which it is stated: "all_gather", "all_gather over dp"; "" stands for all.
     Raises RequestError for what is no dtype.
     """
     stated: dict[tuple[str, str], str] = {}

@@ -29,7 +29,7 @@ _LEGAL = "legal: --truth MODULE:OBJECT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnRanks:
-    """A truth that is a subject, which runs on ranks; `words` are those of its case, on one rank without any.
+    """A truth that is a subject, which runs on ranks. `words` are those of its case; without any it runs on one rank.
 
     `itself`: it is the subject under proof, on one rank.
     """
@@ -52,7 +52,7 @@ class OnRanks:
         return self._made(case)[1] if in_own_words(case) and not self.itself else ""
 
     def _made(self, case: PlainCase) -> tuple[PlainCase, str]:
-        """Its case, and why it is none."""
+        """Its case, and why that cannot be run, "" if it can. Raises RequestError for words that no case can have."""
         try:
             made = self._in_its_words(case)
         except (ValueError, KeyError) as problem:

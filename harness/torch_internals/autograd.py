@@ -105,12 +105,32 @@ def told_of_backward(tell: Callable[[Any, Any], object]) -> Iterator[None]:
 
 
 @contextmanager
-def allow_disabled_hooks(own: Callable[[], graph.saved_tensors_hooks | None]) -> Iterator[None]:
-    """Within it, transforms of torch.func may disable hooks on saved tensors if all those in force are ones that `own`
-    returns.
+def told_of_replaced_results(tell: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within it `tell(tensor)` is called before the memory of a result in a graph is replaced (`tensor.data = other`).
 
-    They refuse to begin under any hooks; under the program's own hooks they still do. Uses
-    torch._C._autograd._saved_tensors_hooks_disable, through which torch.compile does it too, and
+    Megatron-Core's pipelines do so to free what they have sent, before backward begins from it. Uses
+    torch._C.TensorBase.data; without it nothing is told.
+    """
+    data: Any = getattr(torch._C.TensorBase, "data", None)
+
+    def replace_memory(tensor: Any, other: Any) -> None:
+        if tensor.grad_fn is not None:
+            tell(tensor)
+        data.__set__(tensor, other)
+
+    if data is None:
+        yield
+    else:
+        with replace_attribute(Tensor, "data", property(data.__get__, replace_memory)):
+            yield
+
+
+@contextmanager
+def allow_disabled_hooks(own: Callable[[], graph.saved_tensors_hooks | None]) -> Iterator[None]:
+    """Within it, transforms of torch.func may begin under hooks on saved tensors if the innermost are those of `own()`.
+
+    Without this they refuse to begin under any hooks; under the program's own hooks they still do. Uses
+    torch._C._autograd._saved_tensors_hooks_disable, through which torch.compile disables hooks too, and
     _top_saved_tensors_default_hooks; if they are missing, torch's refusal stands.
     """
     bindings = getattr(torch._C, "_autograd", None)

@@ -2,12 +2,12 @@
 
 Also torch's own logs of calls: the header of a profiler's trace and the Flight Recorder.
 
-`meta_device` has parts of any device that torch's meta device lacks: the device's module, all collectives, fused
-attention. The fused kernel of attention saves q, k, v, the output and one number a row for backward. On meta torch
-would decompose it into products and a softmax and save every score, which no device does at real sizes. A mask of
-booleans becomes one of the dtype of q, as in torch's own kernels. Values of another width than keys (latent attention)
-take the kernel that torch has for them on GPUs. Dropout, grouped heads without repetition and other ranks than four are
-left to the decomposition. Source: torch's `_fused_sdp_choice` of the CPU, and of CUDA for such values.
+`meta_device` and `fused_attention` add what torch's meta device lacks: a module, all collectives, and fused attention.
+The fused kernel of attention saves q, k, v, the output and one number a row for backward. On meta torch would decompose
+it into products and a softmax and save every score, which no device does at real sizes. A mask of booleans becomes one
+of the dtype of q, as in torch's own kernels. Values of another width than keys (latent attention) take the kernel that
+torch has for them on GPUs. Dropout, grouped heads without repetition, trained masks and tensors of other than four dims
+are left to the decomposition. Source: torch's `_fused_sdp_choice` of the CPU, and of CUDA for such values.
 """
 
 import functools

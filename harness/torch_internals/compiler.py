@@ -25,9 +25,9 @@ _INSTEAD = "__dynamo_disable"
 _STEP = "_use_grad"
 """The name of the function that torch wraps around the step of its optimizers."""
 _OURS = __name__.partition("torch_internals")[0]
-"""Beginnings of the names of modules that torch calls back, and of modules that these call."""
+"""The beginning of the names of all modules that torch calls back, and of those that these call."""
 _SHARED = 1024
-"""Ranks and runs of a process that may compile a function each for themselves."""
+"""How many ranks and runs of a process may each compile a function for themselves."""
 _COMPILERS = "/torch/_dynamo/", "/torch/_inductor/"
 _CALLERS = "/eval_frame.py", "/external_utils.py", "/decorators.py", "/output_code.py", "/utils.py", "/runtime/"
 _FUNCTIONS = FunctionType, staticmethod, classmethod, type(functools.cache(len))
@@ -97,9 +97,7 @@ def not_compiled(code: CodeType) -> None:
 
 
 class _Loading:
-    """The first finder of modules until the compiler is loaded, when it removes itself and calls
-    what waits for that.
-    """
+    """The first finder of modules until the compiler is loaded. Then it leaves, and calls what waits for that."""
 
     def __init__(self) -> None:
         self.waiting: dict[Callable[[], None], None] = {}
@@ -136,7 +134,7 @@ def when_loaded(call: Callable[[], None]) -> None:
 
 
 def is_compiler(file: str) -> bool:
-    """Whether code of this file compiles, or loads the compiler. The folders of such files also call compiled code."""
+    """Whether code of this file compiles, or loads the compiler. Files beside it only call compiled code (_CALLERS)."""
     return any(folder in file for folder in _COMPILERS) and not any(part in file for part in _CALLERS)
 
 
@@ -187,9 +185,7 @@ class Eager:
 
 
 def leave_uncompiled() -> None:
-    """Keep torch.compile from starting at frames of this package. For modules imported later it
-    must be called again.
-    """
+    """Keep torch.compile from starting at frames of this package. Call it again for modules imported later."""
     _keep_uncompiled(len(sys.modules))
 
 

@@ -128,7 +128,7 @@ class DispatchMode(TorchDispatchMode):
     """Sees every operator of its thread: while one is entered nothing is compiled, on any thread.
 
     torch.utils._python_dispatch.TorchDispatchMode, which the documentation names. Its `_should_skip_dynamo` has the
-    compiler switched off around every operator that a mode sees, which costs more than most operators: here it is off.
+    compiler switched off around every operator that a mode sees. That costs more than most operators: it is not done.
     """
 
     @classmethod
@@ -191,8 +191,8 @@ def take_themselves_apart(types: Iterable[Any]) -> bool:
     """Whether one of the tensors' classes dispatches operators itself: DTensor, or the result of a functional
     collective.
 
-    Such a tensor may have no memory. If a mode returns NotImplemented for it, the mode is called again for the
-    operators, on plain tensors, into which its class turns this one. Fake tensors are left to their own mode.
+    Such a tensor may have no memory. If a mode returns NotImplemented for it, its class turns the operator into
+    operators on plain tensors, for which the mode is called again. Fake tensors are left to their own mode.
     """
     return any(kind.__torch_dispatch__ is not _NO_DISPATCH and not issubclass(kind, FakeTensor) for kind in types)
 

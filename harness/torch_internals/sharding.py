@@ -36,7 +36,7 @@ class _Parts(NamedTuple):
 
 
 class _OtherMesh(Exception):
-    """Two meshes are meant."""
+    """A question names no mesh or several, or its decision names another one."""
 
 
 class Decisions:
@@ -109,7 +109,7 @@ def _mesh_of(value: Any, kinds: tuple[Any, ...]) -> Any:
 def _question(schema: Any, mesh: Any, kinds: tuple[Any, ...]) -> object:
     """All that a decision depends on. The rank's place in the mesh is part of it, since it decides uneven shards.
 
-    Raises TypeError if the rank is not in the mesh.
+    Raises TypeError if the rank is not in the mesh, or while torch compiles.
     """
     if torch.compiler.is_compiling():
         raise TypeError

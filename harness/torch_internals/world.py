@@ -1,17 +1,17 @@
 """torch.distributed's one world, given to every rank thread of a process as a world of its own.
 
 torch keeps its groups in one object, `distributed_c10d._world`, and one registry of names. `by_thread` changes the
-object's class for a time, and has the registry kept per thread. The class answers each thread from its own tables and
-every other thread as before. `redirect_function` redirects torch's own functions inside torch's wrappers, so that names
-imported earlier are redirected as well. Groups and works of ours answer to torch's private names (`answers_torch`).
+object's class for a time, and has the registry kept per thread. The class answers each rank's thread from that rank's
+tables and other threads as before. `redirect_function` redirects torch's own functions inside torch's wrappers, so that
+names imported earlier are redirected as well. Our groups and works answer to torch's private names (`answers_torch`).
 
 Device meshes of ranks that are threads of one process are kept apart (`kept_apart`). Meshes of different ranks hold the
-same rank numbers, so they are equal. torch's process-wide tables of what a redistribution does, which differs between
-ranks where shards are uneven, would serve one rank with another's. torch distinguishes meshes by thread when the
-backend is its own "threaded" one. During a run rank threads appear to have that backend, with a number for the thread
-that no other rank and no other run has. Afterwards these tables are emptied. Uses the names get_backend and threading
-in torch.distributed.device_mesh, and caches of torch.distributed.tensor; where they are missing, meshes of different
-ranks are equal.
+same rank numbers, so they would be equal. By mesh, torch remembers for the whole process what a redistribution does. If
+shards are uneven that differs between ranks, and one rank would be served with what another one does. torch
+distinguishes meshes by thread when the backend is its own "threaded" one. During a run rank threads appear to have that
+backend, with a number for the thread that no other rank and no other run has. Afterwards these tables are emptied. Uses
+the names get_backend and threading in torch.distributed.device_mesh, and caches of torch.distributed.tensor; where they
+are missing, meshes of different ranks are equal.
 
 torch.distributed.nn.functional is imported here because its functions take the world of the moment of their import as
 the default group. No rank's world may be that.
@@ -91,7 +91,7 @@ _NEEDED = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Tables:
-    """Content of torch's `_World`, which it holds for a process, for one rank."""
+    """What torch's `_World` holds for a process, here for one rank."""
 
     default_pg: Any = None
     group_count: int = 0
@@ -141,7 +141,7 @@ def _missing_internals() -> list[str]:
 
 @contextmanager
 def by_thread() -> Iterator[dict[int, Any]]:
-    """Within it threads have worlds of their own: those in the dict that is yielded, by thread, as Tables.
+    """Within it threads have worlds of their own: the Tables in the dict that is yielded, by the thread's identity.
 
     Uses distributed_c10d._world and _World, and torch._C._distributed_c10d._set_thread_isolation_mode. Raises
     RequestError when another run is active in this process, MachineError where torch lacks a part.
@@ -182,9 +182,9 @@ def leave_world() -> None:
 
 @contextmanager
 def in_world_of(tables: Any) -> Iterator[None]:
-    """Within it this thread is the rank of these tables; groups that it makes later have no names here.
+    """Within it this thread is the rank of these tables; groups that the rank makes later have no names in this thread.
 
-    A backward in it stays in it, as on the rank's own thread. Afterwards the thread is what it was.
+    A backward stays in this thread, as on the rank's own thread. Afterwards the thread is what it was.
     """
     ranks, ident = getattr(c10d._world, "_ranks", None), get_ident()
     if ranks is None:  # the run has ended
@@ -291,7 +291,7 @@ _RANKS = 2**20
 
 @contextmanager
 def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
-    """Within it the meshes that rank threads make differ; `rank_of_thread` is None elsewhere."""
+    """Within it the meshes that rank threads make differ. On other threads `rank_of_thread` returns None."""
     module: Any = device_mesh
     first = time.monotonic_ns() // 1000 % 2**40 * _RANKS
     get_backend, threads = getattr(module, "get_backend", None), getattr(module, "threading", None)

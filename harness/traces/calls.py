@@ -1,8 +1,8 @@
 """The calls of a rank in a trace, in terms that all readers share, and what a trace does not know.
 
 A trace seldom knows all of a call. What it does not know is None, or "" and () where the ledger has a text or a group,
-and never 0. A sentence says so, and which option of the profiler records it. Payloads are counted as in the ledger
-(harness.ledger). Bytes, microseconds.
+and never 0. `sentences` says what is unknown, and which option of the profiler records it. Payloads are counted as in
+the ledger (harness.ledger). Units: bytes, microseconds.
 """
 
 import math
@@ -40,7 +40,7 @@ def covered_us(stretches: Stretches, start_us: float, end_us: float) -> float:
 
 
 def minus(stretches: Stretches, others: Stretches) -> list[tuple[float, float]]:
-    """The parts of the first stretches that are in none of the others; both do not overlap and are in order."""
+    """The parts of `stretches` that are in none of the others. Both are in order and have no overlaps in themselves."""
     left, place = [], 0
     for start, end in stretches:
         while place < len(others) and others[place][1] <= start:
@@ -69,12 +69,13 @@ class TracedCall:
 
     `group` holds global ranks in group order; a trace may know the size of a group and not its ranks. `group_name` is
     torch's ("0", "11"), `group_desc` what the user called the group ("default_pg", "mesh_tp"). `shapes` has one shape
-    for each tensor of the payload. `peer` is a root or the other end of a message as a global rank. `number` counts the
-    calls of the group (`collective_seq_id`). `sizes_sent` is what this rank sends to each rank of the group, () where
-    that is even, None where it is not known. `is_phase_annotated`: an annotation of the user says the phase. `module`
-    is "" where the call was in none. `caller` is "file:line in function". `start_us` and `host_us` are the call on the
-    host, `device_start_us` and `device_us` its kernel, or the row of gloo. `complete`: whether the trace saw it end.
-    `batched`: whether a message was issued in a batch. `members` are the calls of which a coalesced one is made.
+    for each tensor of the payload. `peer` is the other end of a message as a global rank. `number` counts the calls of
+    the group (`collective_seq_id`). `sizes_sent` is how many rows an all-to-all sends to each rank of the group, ()
+    where that is even, None where it is not known. `is_phase_annotated`: an annotation of the user says the phase.
+    `module` is "" where the call was in none. `caller` is "file:line", or "file:line in function". `start_us` and
+    `host_us` are when the call began on the host and how long it took there, `device_start_us` and `device_us` those of
+    its kernels, or of the row of gloo. `complete`: whether the trace saw it end. `batched`: whether a message was
+    issued in a batch. `members` are the calls of which a coalesced one is made.
     """
 
     op: str
@@ -226,7 +227,7 @@ def find_op(name: str) -> str:
 
 
 UNKNOWN = "?"
-"""The ledger's word for a word that a trace does not know."""
+"""What the ledger has in place of a text that a trace does not know."""
 _NEVER = "no option records it"
 _FIELDS: Mapping[str, Callable[[TracedCall], bool]] = {
     "payload": lambda call: call.payload_bytes is None,
@@ -269,8 +270,8 @@ _WHOLE_TRACE = "torch's profiler records it"
 
 
 def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
-    """What the traces do not know: a sentence for each field, then ranks without a trace, and what came before the
-    window.
+    """What the traces do not know: a sentence for each field of calls, then the ranks without a trace, then for each
+    trace what is missing before its first call, and its notes.
     """
     found = []
     for format_ in dict.fromkeys(trace.format for trace in traces):

@@ -37,11 +37,11 @@ Json = dict[str, Any]
 
 
 class TraceEvents:
-    """At least the events for which `wants(category, name)`; all events of small files, and of those whose events do
-    not begin with the category.
+    """The events of a file, at least those for which `wants(category, name)` is true: all events of a small file, and
+    of a file whose events do not begin with `ph`. `name` is empty for events that have it elsewhere than usual.
 
-    `header` holds the other entries of the file, all of them once the events have been read. Raises RequestError for a
-    file that cannot be read, is cut, or is no trace.
+    `header` holds the other entries of the file, all of them once the events have been read. Reading raises
+    RequestError for a file that cannot be read, is cut, or is no trace.
     """
 
     def __init__(self, path: Path, wants: Callable[[bytes, bytes], bool]) -> None:

@@ -60,7 +60,7 @@ def trace_files(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def refuse_torn(kind: str, path: Path, legal: str) -> Iterator[None]:
-    """Read a foreign file in the body, "trace" or "dump". Raises RequestError, in one sentence, if that fails."""
+    """Raise RequestError, in one sentence, if the body cannot read a file. `kind` is "trace" or "dump"."""
     try:
         yield
     except RequestError:
@@ -90,7 +90,7 @@ class _Dispatch(dict[int, Any]):
 
 
 _InPython: Any = pickle._Unpickler
-"""The unpickler in C takes memory for any index that a file states."""
+"""The unpickler in Python, since that in C takes memory for any index that a file states."""
 
 
 class _Plain(_InPython):
@@ -119,8 +119,8 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 
 def unpickle(content: bytes) -> dict[str, Any]:
-    """The dict of plain values in a pickle. Raises TypeError or UnpicklingError for another one, anything if it is
-    torn.
+    """The dict of plain values in a pickle. Raises TypeError or UnpicklingError for one that holds anything else, and
+    any exception for one that is torn.
     """
     try:
         found = _Plain(io.BytesIO(content)).load()
@@ -132,7 +132,7 @@ def unpickle(content: bytes) -> dict[str, Any]:
 
 
 def number(value: Any) -> int:
-    """A whole number that fits in 64 bits. Raises TypeError for another value, as all of these do."""
+    """A whole number that fits in 64 bits. Raises TypeError for another value."""
     if type(value) is not int or abs(value) >= 2**63:
         raise TypeError(f"a {type(value).__name__} where a whole number must be")
     return value

@@ -1,6 +1,6 @@
 """Reads a dump of torch's Flight Recorder, JSON or pickle, as the calls of one rank.
 
-A coalesced call is several entries of one number, its members, and an entry without sizes that ends it. A batch of
+A coalesced call has an entry for each of its members and one without sizes that ends it, all of one number. A batch of
 messages ends with such an entry too, but each message is a call of its own. The recorder keeps the latest entries in a
 ring. Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
 """
@@ -110,7 +110,7 @@ def _missing_before_first(entries: Sequence[Entry]) -> str:
 
 
 def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
-    """Each call as the name of its group and its entries; after a message of a batch comes the end of the batch."""
+    """Each call as the name of its group and its entries: of a message in a batch its own, and the end of the batch."""
     calls: list[tuple[str, list[Entry]]] = []
     latest: dict[object, tuple[int, list[Entry]]] = {}  # the last collective of a group: its number and entries
     batches: dict[object, list[list[Entry]]] = {}  # the messages of a group after it, which may be a batch
@@ -136,7 +136,7 @@ def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
 
 
 def _batch_of(entry: Entry) -> tuple[object, ...]:
-    """The messages of a batch, and what ends it, have one number."""
+    """What identifies the batch of an entry: its messages, and the entry that ends it, have one number."""
     return text(entry["process_group"][0]), entry.get("pg_id", 0), entry.get("p2p_seq_id")
 
 
@@ -153,7 +153,7 @@ def _ends(entry: Entry) -> bool:
 
 
 def _trace_call(entries: Sequence[Entry], ranks: tuple[int, ...], *, batched: bool) -> TracedCall:
-    """The call of these entries. The payload of a coalesced one is that of its members."""
+    """The call of these entries. The payload of a coalesced call is that of its members."""
     first = _one(entries[0], ranks)
     if first.op in MESSAGES:
         # A batch is complete if its end is. Otherwise this is unknown: no version of torch marks its members.
@@ -179,8 +179,8 @@ def _trace_call(entries: Sequence[Entry], ranks: tuple[int, ...], *, batched: bo
 
 
 def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
-    """The call of one entry: its payload is that of the ledger. The payload of the end of a coalesced call is not
-    known.
+    """The call of one entry, with its payload counted as in the ledger. For the entry that ends a coalesced call the
+    payload is not known.
     """
     op, ends = find_op(text(entry["profiling_name"])), text(entry["profiling_name"]).partition(" ")[2]
     side = "output" if op in _WRITTEN and entry.get("output_sizes") else "input"
@@ -214,13 +214,13 @@ def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
 
 
 def _peer(ends: str, ranks: tuple[int, ...]) -> int | None:
-    """The other end of "0->3", which are ranks of the group."""
+    """The global rank of the other end of "0->3", which counts ranks in the group; None if it is not known."""
     found = re.fullmatch(r"\d+(->|<-)(\d+)", ends)
     return ranks[int(found[2])] if found and int(found[2]) < len(ranks) else None
 
 
 def _complete(entry: Entry) -> bool | None:
-    """Whether the call has ended. A retired call without an end time was dropped before its end was noticed."""
+    """Whether the call has ended. None if it was retired without an end time, before its end was noticed."""
     done = {"completed": True, "started": False, "scheduled": False}.get(text(entry.get("state", "")))
     return None if not entry.get("time_discovered_completed_ns") and entry.get("retired") else done
 

@@ -1,7 +1,7 @@
 """After a hang: the last calls of every rank, from our recorder or torch's Flight Recorder, and where ranks diverge.
 
-Dumps are our recorder's parts, and the Flight Recorder's files as pickle or JSON. A field that is missing, of another
-type, or out of range is refused in one sentence that names the file.
+A dump is the folder of a rank that our recorder wrote, or a file of the Flight Recorder, pickle or JSON. A field that
+is missing, of another type, or out of range is refused in one sentence that names the file.
 """
 
 import csv
@@ -101,7 +101,9 @@ _LEGAL = (
 
 @without_garbage_collection()  # there are millions of calls, and all stay
 def read_standings(paths: Iterable[str | Path]) -> list[RankStanding]:
-    """Where every rank stands, by rank. A folder stands for its dumps. Raises RequestError if there are none."""
+    """Where every rank stands, by rank. A folder stands for its dumps. Raises RequestError if there are none, or for
+    one that is no dump.
+    """
     by_rank: dict[int, RankStanding] = {}
     given = [Path(name) for name in paths]
     for path in given:

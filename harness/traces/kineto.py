@@ -160,7 +160,7 @@ def _times_of_event(event: Json, name: str) -> tuple[float, float]:
 def _kept_fields(event: Json, name: str, role: int) -> Json:
     """The fields of a call's row that are used. Texts are interned, since a large trace has millions of them.
 
-    `dims` and `type` are those of the payload among the arguments, [] and "" if they were not recorded.
+    The entries `dims` and `type` are those of the argument that is the payload, [] and "" if they were not recorded.
     """
     args = event.get("args", {})
     at, dims, types = _payload_at(name, role), args.get("Input Dims") or (), args.get("Input type") or ()
@@ -194,7 +194,7 @@ class RowsOfCall(NamedTuple):
 
 
 def rows_of_calls(rows: Sequence[KinetoCall]) -> list[RowsOfCall]:
-    """The calls, in order of issue. A call inside of another one is how that is carried out, and does not count."""
+    """The calls, in order of issue. A call inside of another one carries that one out, and does not count."""
     role = _FIELDS if any("Collective name" in row.args for row in rows) else _BACKEND
     found: list[RowsOfCall] = []
     for nested in _nested_rows(rows):
@@ -286,7 +286,7 @@ def backend_word(op: str) -> str:
 
 
 def _times_on_gloo(calls: Sequence[RowsOfCall], gloo: Sequence[KinetoCall]) -> list[tuple[float | None, float | None]]:
-    """Start and duration of each call in gloo's own rows: that of the next row of its op; None without one."""
+    """Start and duration of each call by gloo's own rows: those of the next row of its op; None without one."""
     rows: dict[str, Iterator[KinetoCall]] = {}
     by_name: dict[str, list[KinetoCall]] = {}
     for row in gloo:

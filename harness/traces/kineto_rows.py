@@ -3,9 +3,10 @@
 A list of ranks in a row is a text that is cut after 30 entries; in the header it is whole, except in an on-demand
 trace. A list that is shorter than its group is ignored.
 
-A kernel belongs to the call whose row launched it (`External id`). A communicating kernel before the first of these
-belongs to a call that was issued before the trace began, since the device runs behind the host. Later ones, and those
-that a CUDA graph of the trace launched, belong to calls that left no row. Times in microseconds.
+A kernel belongs to the call whose row launched it (`External id`). A communicating kernel without such a call, before
+the first kernel with one, belongs to a call that was issued before the trace began, since the device runs behind the
+host. Later ones, and those that a CUDA graph of the trace launched, belong to calls that left no row. Times are in
+microseconds.
 """
 
 import math
@@ -145,7 +146,7 @@ def id_of(args: Mapping[str, object], name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """When kernels computed, when they communicated, and those of calls by the id of the row that launched them.
+    """When kernels computed and communicated. `by_id`: first start and last end of those that a row of a call launched.
 
     `early` counts kernels of calls that were issued before the trace began, `unbound` those of calls without a row.
     """
@@ -184,9 +185,7 @@ def extend_step(steps: dict[int, tuple[float, float]], number: int, start_us: fl
 def build_steps(
     steps: Mapping[int, tuple[float, float]], on_device: Mapping[int, tuple[float, float]], kernels: Kernels
 ) -> tuple[TracedStep, ...]:
-    """The steps. On the device a step lasts until the next one begins there, and the last one until the last kernel
-    ends.
-    """
+    """The steps. On the device a step ends when the next one begins there, the last one with the last kernel."""
     exposed = minus(kernels.communication, kernels.computation)
     ordered = sorted(steps.items())
     starts = [on_device.get(number, times)[0] for number, times in ordered]

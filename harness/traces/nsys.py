@@ -4,9 +4,9 @@ Every rank of a recorded program opens with a mark (rank, case, world size) and 
 (harness.recording.ranges). A database in which a rank, an end or a call is missing is refused: tools drop events
 without a word. Ids of domains and categories are per process, and a later case of a process gives them anew.
 
-NCCL names an op, and in its payload the bytes of one message and the communicator. Sizes and ranks of communicators are
-in the payload of the call that made them. Dtypes, names of groups and global ranks are in none. Written from NCCL's
-payload schemas and tried on a database made by hand, not on that of a job.
+A range of NCCL names an op, and its payload has the bytes of one message and the communicator. Size and rank of a
+communicator are in the payload of the call that made it. Dtypes, names of groups and global ranks are in none. This was
+written from NCCL's payload schemas and tried on a database made by hand, not on that of a job.
 
 Times in the database are nanoseconds. Schema: nsys 2022.4 and later, NVTX_EVENTS.eventType: 75 domain, 33 category,
 59 push/pop, 60 start/end, 34 mark.
@@ -214,7 +214,7 @@ def _spent_us(call: _Entry) -> float:
 
 
 def _phase(call: _Entry, phases: Sequence[_Entry]) -> str:
-    """The phase whose range covers the call, else the one by what follows, else the one before."""
+    """The phase whose range covers the call, else the one that the next phase settles, else that at the end."""
     last = ""
     for phase in phases:
         if phase.start_ns > call.start_ns:
@@ -246,7 +246,9 @@ def _of_nccl(path: Path, process: int, entries: Sequence[_Entry]) -> Trace:
 
 
 def _nccl_call(entry: _Entry, sizes: Mapping[object, int | None]) -> TracedCall:
-    """A call of NCCL, which states the message of one rank. all_gather, reduce_scatter, all_to_all move that of all."""
+    """A call of NCCL, which states the message of one rank. The payload of all_gather, reduce_scatter and all_to_all is
+    that of all ranks.
+    """
     op, message = find_op(entry.message), _number(entry.fields, "message size", "size [bytes]", "bytes")
     size = sizes.get(_communicator(entry.fields))
     of_all = op in ("all_gather", "reduce_scatter", "all_to_all")
@@ -274,7 +276,7 @@ def _size(fields: Mapping[str, Any]) -> int | None:
 
 
 def _number(fields: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these fields that is an integer. Its name may have further words."""
+    """The first of these fields that is an integer. Its name may have further words, except "rank"."""
     for wanted in names:
         for name, value in fields.items():
             if (name == wanted or (wanted != "rank" and wanted in name)) and isinstance(value, int):

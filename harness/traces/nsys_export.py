@@ -1,9 +1,10 @@
-"""Runs Nsight Systems, the nsys on PATH: a command under it, its report as a sqlite database. All waits are bounded.
+"""Runs a command under Nsight Systems (the nsys on PATH) and exports its report as a sqlite database. All waits are
+bounded.
 
-On a CPU everything is captured and the marks of the ranks say what belongs to the run.
-On a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
-Old releases write `.qdstrm` and leave the import to `QdstrmImporter`, which Debian does not put where nsys looks; new
-ones write `.nsys-rep` at once.
+On a CPU everything is captured, and the marks of the ranks say what belongs to the run. On a GPU the capture range is
+the stretch from cudaProfilerStart to cudaProfilerStop. Children must be spawned, never forked. Old releases write
+`.qdstrm` and leave the import to `QdstrmImporter`, which Debian puts where nsys does not look; new ones write
+`.nsys-rep` at once.
 """
 
 import os
@@ -84,9 +85,7 @@ def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Map
 def run_logged(
     words: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Run a tool to its end, with its output in `folder`/nsys.log. Raises MachineError with one
-    sentence if it fails.
-    """
+    """Run a tool to its end, with its output in `folder`/nsys.log. Raises MachineError if it fails."""
     log, name = folder / "nsys.log", Path(words[0]).name
     try:
         status = run_to_end(words, log, limit_s, environment)

@@ -43,7 +43,9 @@ _WORDS: Mapping[str, str] = {
 
 
 class TimedRow(NamedTuple):
-    """A row of a trace that is used. `elements` are those of a reduction's first argument, -1 without any."""
+    """A row of a trace that is used. `call` numbers the calls, -1 for other rows; `elements` are those of its payload
+    on this rank, -1 if unknown.
+    """
 
     start_us: float
     end_us: float
@@ -137,7 +139,7 @@ class TimedRows:
     def autograd_threads(self) -> frozenset[object]:
         """Threads with autograd nodes and nothing of a program's own: the engine's for a device.
 
-        None if no thread is seen to be the program's: on a CPU backward runs in that one.
+        Empty if no thread is seen to be the program's: on a CPU backward runs in that one.
         """
         nodes = {thread for kind, thread in self._pairs if kind == NODE}
         others = {thread for kind, thread in self._pairs if kind != NODE}
@@ -215,7 +217,7 @@ class _Sweep:
             self._call(row, above)
             return
         if kind in (QUIET, LOUD):
-            # A trace that begins inside of a no_grad has its end alone.
+            # A trace that begins inside of a no_grad has only the end of it.
             depth = self._no_grad.get(row.thread, 0) + (1 if kind == QUIET else -1)
             self._no_grad[row.thread] = max(depth, 0)
             return

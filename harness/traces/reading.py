@@ -72,7 +72,8 @@ def read_trace(path: Path) -> list[Trace]:
     with refuse_torn("trace", path, LEGAL), open_trace(path) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"SQLite format 3\0"):
-        return read_nsys(path)
+        with refuse_torn("trace", path, LEGAL):
+            return read_nsys(path)
     if head[:1] == b"\x80" or (b'"traceEvents"' not in head and b'"entries"' in head):
         return [read_flight_recorder(path)]
     if head.lstrip()[:1] not in (b"{", b"["):

@@ -55,7 +55,7 @@ def state_difference(parted: Difference) -> Fact:
     return state_fact(
         "call_differs",
         kind=parted.kind,
-        place=parted.line.place,
+        place=(found or parted.line).place,
         calls=parted.calls,
         found=str(found or ""),
         expected=(found and parted.term) or str(expected or ""),
@@ -184,7 +184,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongTensor:
-    """A tensor beyond its limit, in the measure that came closest to it."""
+    """A tensor beyond its limit, in the measure in which it is furthest beyond."""
 
     name: str
     measure: str

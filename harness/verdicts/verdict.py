@@ -213,4 +213,7 @@ class Verdict:
 
 def verdict_of(row: object) -> Verdict:
     """The verdict of a row. Raises ValueError naming an invalid field."""
-    return record_of(Verdict, row)
+    verdict = record_of(Verdict, row)
+    if verdict.verdict not in (words := (PASS, FAIL, UNKNOWN, SKIP)):
+        raise ValueError(f"verdict={verdict.verdict!r}: is none of its values; legal: {'|'.join(words)}")
+    return verdict

@@ -204,7 +204,7 @@ def when_line(when: When) -> str:
 
 
 def follows(shown: str, counts: Mapping[str, int], cases: int) -> str:
-    """Checks that fail from the same first place on as the `shown` one, with the number of their cases; "" without any.
+    """Checks that fail with the same first place as the `shown` one, with the number of their cases; "" without any.
     Of the shown check itself these are further cases.
     """
     others = {check: count for check, count in counts.items() if check != shown}

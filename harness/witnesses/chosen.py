@@ -54,7 +54,7 @@ def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
 def watch_steps(
     steps: range, ends: Sequence[int], make: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """Run the program in the body, inside of `make()` from the begin of the first of the steps to the end of the last.
+    """Run the program in the body, inside of `make()` from the beginning of the first step to the end of the last.
 
     Raises MachineError if the program has fewer steps, by `ends`.
     """

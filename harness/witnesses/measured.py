@@ -4,7 +4,7 @@
 
 The process runs the cases of FOLDER/job.pickle, between the command and the ranks, so that a tool can be put around it.
 Ranks are spawned, one set of processes for all cases of a world size, and end in good order. A tool loses what a killed
-process saw last. Every rank leaves FOLDER/<case>/rank<r>.pickle, a `RankResult`.
+process saw last. Every rank leaves FOLDER/<number of the case>/rank<r>.pickle, a `RankResult`.
 
 The witness is switched on around the last run alone, or around the chosen steps of it. So its trace holds the measured
 steps and no warm-up; seconds are of the same steps. `torch` leaves a Chrome trace and the Flight Recorder's entries of
@@ -55,7 +55,7 @@ _START_S = 60.0
 class SessionRequest:
     """The request of a session: the subject by name, the cases, one tool ("torch" or "nsys"), and numbers of runs.
 
-    These are how often each case runs before and unwatched. `steps` are watched and timed, None for whole runs.
+    Each case runs `warmup` times untimed, then `repeats` times timed. `steps` are watched and timed, None for all.
     """
 
     subject: str
@@ -72,7 +72,8 @@ class SessionRequest:
 class WatchedRank:
     """The result of one rank: the recorder's ledger of the whole run, and the calls that the witness watched.
 
-    Then seconds of the unwatched runs and of the watched one, and the digests of both.
+    Then seconds of the unwatched runs and of the watched one, the most memory, and digests of the outcomes of an
+    unwatched run (`plain`) and of the watched one.
     """
 
     events: tuple[Event, ...]
@@ -85,7 +86,7 @@ class WatchedRank:
 
 
 def main(word: str) -> int:
-    """Run the job of this folder. Exit status 1 if a rank did not end in time."""
+    """Run the job of this folder. Exit status 1 if a rank did not end well in time."""
     folder = Path(word)
     left = folder / "job.pickle"
     job: SessionRequest = pickle.loads(left.read_bytes())

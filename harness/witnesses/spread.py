@@ -8,8 +8,9 @@ from math import comb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The median of some values, and the interval that holds the true median in 95 of 100 such samples (all values of a
-    few).
+    """The median of some values, and the interval that holds the true median in 95 of 100 such samples.
+
+    With few values the interval spans all of them.
     """
 
     median: float

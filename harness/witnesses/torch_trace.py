@@ -3,8 +3,8 @@
 Groups, and dtypes of lists, come from torch's Flight Recorder (harness.traces.reading). Without entries that reconcile,
 the groups of a call are those of the header that have the rank. NCCL's traces have both (not tried).
 
-A collective lasts as long as its kernels, on gloo as the backend's rows, which run beside the program. The part of that
-on other kernels, on gloo on the rank's own `aten::` rows, is overlapped with compute, the rest is exposed
+A collective lasts as long as its kernels, on gloo as the backend's rows, which run beside the program. The time in
+which other kernels run meanwhile, on gloo the rank's own `aten::` rows, is overlapped with compute; the rest is exposed
 (harness.traces.kineto). A rank is late by how much after the first rank of the group it issued the same call.
 Microseconds; ranks of one machine share a clock. The profiler itself slows compute: compare durations with each other,
 and seconds with the unwatched runs.
@@ -65,7 +65,7 @@ class Timed:
 
 
 def time_sightings(folder: Path, seen: Sequence[Sighting]) -> list[Timed]:
-    """The times of the sightings of a session's traces, in the same order, but for those of which they are unknown."""
+    """The times of the sightings of a session's traces, in the same order, without sightings of unknown times."""
     times: dict[tuple[int, int], TracedCall] = {}
     starts: dict[tuple[int, int], float] = {}
     computed = {}

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.errors import ShardproofError
-from shardproof.harness.interpreter import interrupted_after, without_garbage_collection
+from shardproof.harness.interpreter import interrupted_after, open_missing_streams, without_garbage_collection
 from shardproof.harness.run_folder import DISK_FAILED
 from shardproof.harness.running.engines import ENGINES
 from shardproof.reports.options.command_options import add_others
@@ -71,12 +71,16 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of these words (default: the process's own) and return its exit status."""
+    open_missing_streams()
     try:
         parsed = _build_parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     except SystemExit as end:  # argparse has printed its help or its one message
         return end.code if isinstance(end.code, int) else _WRONG_REQUEST
     if empty := _find_empty_option(parsed):
         _print_error(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
+        return _WRONG_REQUEST
+    if not _has_folder():
+        _print_error(f"shardproof {parsed.command}: the working directory was removed; legal: a folder that exists")
         return _WRONG_REQUEST
     parsed.isolated = arguments is None  # this process has not used autograd, so it can be forked
     try:
@@ -107,6 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error("shardproof: this is a bug in shardproof and no verdict on the subject")
         return _MACHINE
     return int(status)
+
+
+def _has_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
 
 
 def _drop_output() -> None:

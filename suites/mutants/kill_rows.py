@@ -117,7 +117,7 @@ def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
     given = resolve_subject(subject)
     failed = Failed(case=result.case, verdicts=result.verdicts)
     proving = partial(prove, subject=given, engine=engine, explain=False)
-    return when_line(words_needed(failed, given, proving, time.monotonic() + WHEN_S).when)
+    return when_line(words_needed(failed, given, proving, WHEN_S).when)
 
 
 def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:

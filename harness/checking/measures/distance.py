@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.measures.many_tensors import BLOCK, SOUND, Numbers, blocks_of, whole_of
+from shardproof.harness.checking.measures.many_tensors import (
+    BLOCK,
+    LARGEST,
+    SOUND,
+    Numbers,
+    blocks_of,
+    largest_of,
+    whole_of,
+)
 from shardproof.harness.checking.measures.measured import MEASURES, error_ratio
 
 
@@ -39,7 +47,8 @@ def distance(
     `peak` counts only elements that are off by more than the share `own` of themselves; 0 when there are none.
     `slack`, of the same shape, is taken off the error of every element before anything is measured.
     If the truth is zero throughout and `least` is 0, only zeros are right. If an element of the truth is infinite, such
-    as a masked logit, the value must be the same infinity there, and the rest is measured. Empty tensors are equal.
+    as a masked logit, the value must be the same infinity there, and the rest is measured. The largest number of a
+    dtype masks as an infinity does. Empty tensors are equal.
     """
     return distance_from(value, TruthTensor.of(truth), least, own, slack)
 
@@ -64,10 +73,10 @@ class TruthTensor:
                 sums.add(as_float64(block))
             if sums.sound or sums.largest == 0:
                 return cls(numbers=truth, largest=sums.largest, rms=sums.rms)
-        numbers = as_float64(whole_of(truth))
+        numbers = _open_masks(as_float64(whole_of(truth)))
         infinite = bool(numbers.isinf().any()) and not bool(numbers.isnan().any())
         numbers = numbers[numbers.isfinite()] if infinite else numbers
-        largest = _largest_absolute(numbers)
+        largest = largest_of(numbers)
         return cls(numbers=truth, largest=largest, rms=_root_mean_square(numbers, largest), infinite=infinite)
 
 
@@ -91,11 +100,13 @@ def _at_once(
     t, rms = as_float64(whole_of(true.numbers)), true.rms
     x, loose = factor * as_float64(whole_of(value)), None if slack is None else whole_of(slack)
     if true.infinite:
+        alike = torch.equal(x.isinf(), t.isinf())
+        x, t = _open_masks(x), _open_masks(t)
         kept = t.isfinite()
-        if not torch.equal(x[~kept], t[~kept]):
+        if not alike or not torch.equal(x[~kept], t[~kept]):
             return Distance(frobenius=math.inf, peak=math.inf, scale=math.inf)
         x, t, loose = x[kept], t[kept], None if loose is None else loose[kept]
-    if not math.isfinite(_largest_absolute(x)) or not math.isfinite(true.largest):
+    if not math.isfinite(largest_of(x)) or not math.isfinite(true.largest):
         return Distance(frobenius=math.inf, peak=math.inf, scale=math.inf)
     if t.numel() == 0:
         return Distance(frobenius=0.0, peak=0.0)
@@ -167,14 +178,17 @@ class _Sums:
         return math.sqrt(self._squares / self.count)
 
 
+def _open_masks(numbers: Tensor) -> Tensor:
+    """The numbers, an infinity in the place of each largest number of a dtype: both are masks."""
+    if largest_of(numbers) not in LARGEST:
+        return numbers
+    masked = torch.isin(numbers.abs(), torch.tensor(sorted(LARGEST), dtype=numbers.dtype, device=numbers.device))
+    return torch.where(masked, numbers.sign() * math.inf, numbers)
+
+
 def as_float64(tensor: Tensor) -> Tensor:
     """The numbers in float64; complex ones as pairs."""
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
-
-
-def _largest_absolute(tensor: Tensor) -> float:
-    """The largest absolute value: NaN if there is a NaN, 0 without elements."""
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _root_mean_square(tensor: Tensor, largest: float) -> float:

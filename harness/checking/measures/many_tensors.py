@@ -27,11 +27,11 @@ _EPSILON = epsilon("float64")
 
 
 BLOCK = 2**18
-"""The number of elements that are compared at a time. Large tensors are read in blocks, so that no temporary is as
-large.
-"""
-SOUND = (1e-140, 1e140)
-"""A largest element between these two has a square that neither underflows nor overflows."""
+"""The most elements that are read at a time: large tensors are read in blocks, so that no temporary is as large."""
+SOUND = (1e-140, 1e38)
+"""A largest element between these two has a square that neither underflows nor overflows, and is none of LARGEST."""
+LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16))
+"""The largest numbers of dtypes. Programs mask with them (`torch.finfo(x.dtype).min`) as others do with an infinity."""
 
 
 def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
@@ -42,23 +42,33 @@ def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
             kinds.setdefault(kind_of(name), {})[name] = tensor.numel()
     rms: dict[str, float] = {}
     for kind, sizes in kinds.items():
-        sums = [each for names in groups_of(sizes) for each in _sums_of_squares([truth[name] for name in names])]
-        if sums:
-            rms[kind] = math.sqrt(sum(square for square, _ in sums) / max(sum(count for _, count in sums), 1))
+        found = [each for names in groups_of(sizes) for each in _root_mean_squares([truth[name] for name in names])]
+        if found:
+            largest, count = max(each for each, _ in found), max(sum(count for _, count in found), 1)
+            shares = sum(count * (each / largest) ** 2 for each, count in found) if largest else 0.0
+            rms[kind] = largest * math.sqrt(shares / count)
     return rms
 
 
-def _sums_of_squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
-    """(Sum of squares, number of elements) of all the tensors together, or of each one that is finite."""
+def _root_mean_squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
+    """(Root of the mean square, number of elements) of all the tensors together, or of each one that is finite."""
+    count = sum(tensor.numel() for tensor in tensors)
+    blocks = [_end_to_end(tensors)] if len(tensors) > 1 else blocks_of(tensors[0])
+    square = sum(float(block.dot(block)) for block in (block.reshape(-1).double() for block in blocks))
+    if square < SOUND[1] ** 2:
+        return [(math.sqrt(square / max(count, 1)), count)]
     if len(tensors) > 1:
-        flat = _end_to_end(tensors)
-        if math.isfinite(square := float(flat.dot(flat))):
-            return [(square, flat.numel())]
-        return [each for tensor in tensors for each in _sums_of_squares([tensor])]
-    blocks = [block.reshape(-1) for block in blocks_of(tensors[0])]
-    square = sum(float(block.dot(block)) for block in map(Tensor.double, blocks))
-    finite = math.isfinite(square) or all(bool(torch.isfinite(block).all()) for block in blocks)
-    return [(square, tensors[0].numel())] if finite else []
+        return [each for tensor in tensors for each in _root_mean_squares([tensor])]
+    largest = max(largest_of(block.double()) for block in blocks_of(tensors[0]))
+    if not math.isfinite(largest) or largest in LARGEST:
+        return []
+    shares = sum(float((block.double() / largest).square().sum()) for block in blocks_of(tensors[0]))
+    return [(largest * math.sqrt(shares / count), count)]
+
+
+def largest_of(tensor: Tensor) -> float:
+    """The largest absolute value: NaN if there is a NaN, 0 without elements."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 @dataclass(frozen=True, slots=True)

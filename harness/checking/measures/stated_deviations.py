@@ -16,9 +16,7 @@ from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, state_fact
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """The statements of a subject: pattern of names -> sentence. `applied` are the patterns whose deviation the truth
-    has.
-    """
+    """A subject's statements: pattern of names -> sentence. The truth has the deviations of the `applied` patterns."""
 
     sentences: Mapping[str, str] = field(default_factory=dict)
     applied: frozenset[str] = frozenset()

@@ -18,7 +18,7 @@ rounding of zero (`slack`).
 
 A tensor within its limits proves nothing if it would be so too when multiplied by 0.5 or 1.5. `decidable` is False
 then, and where `frobenius` may reach CEILING. Beyond CEILING a step leaps so far that a few control runs do not bound
-it, so LEAP times as much is allowed; bugs there are wrong by orders of magnitude. If the truth is exactly 0 in a kind
+it, so LEAP times as much is allowed; a bug is then wrong by orders of magnitude. If the truth is exactly 0 in a kind
 that is 0 throughout, there is no size to scale by. There `absolute` errors are compared, and the limit is 0, or
 CONTROL_FACTOR times what control runs have. Sources: TTrace (errors in epsilons), control runs as in DeepSpeedExamples
 #1008.
@@ -63,7 +63,7 @@ SCALE_ALLOWED = 0.1
 ZERO_SHARE = 1e-10
 """A truth below this share of its kind's rms is zero but for rounding; its error is scaled by the rms of the kind."""
 _SURE = 0.2
-"""A tensor within e of the truth, times 0.5 or 1.5, is off by `0.5 - 1.5 e` at least: more than e while e is <= 0.2."""
+"""A tensor within e of the truth, times 0.5 or 1.5, is off by `0.5 - 1.5 e` at least: more than e while e is < 0.2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ def _is_decidable(
     if allowed.frobenius >= ceiling:
         return False
     if slack is None and allowed.frobenius < _SURE and true.rms >= least:
-        return True  # the tensor is within _SURE of the truth or wrong anyhow, so half of it would be beyond the limit
+        return True  # the tensor is wrong, or within _SURE of the truth, so that half of it would be beyond the limit
     return all(distance_from(value, true, least, own, slack, by).worstratio(allowed)[0] > 1 for by in FACTORS)
 
 

@@ -18,6 +18,7 @@ from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.diagnosing.causes.proofs import SINGLE, share_left
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.protocols import TermLike
 
 Axes = tuple[str, ...]
 """Names of axes; empty if the gradient is right on every rank without a sum."""
@@ -51,6 +52,25 @@ def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> A
     usual = [factor for other in right[:_ENOUGH] for _, factor in itertools.islice(_sums_before(evidence, other), 1)]
     scaled = (axes for axes, factor in found if any(math.isclose(factor, one, rel_tol=SINGLE) for one in usual))
     return next(scaled, None)
+
+
+def is_sum_due(evidence: Evidence, name: str, axes: Axes) -> bool:
+    """Whether the expectation has a call behind backward that may sum this gradient over these axes.
+
+    True if there is no expectation, and for a call of which it does not state phase, axis or payload. A payload that
+    has fewer elements than a rank's share of the gradient, as a norm's has, holds no gradient.
+    """
+    claims, share = evidence.claims, evidence.truth.tensors[name].numel() / max(evidence.run.case.world_size, 1)
+    summed = [{*ranks} for axis in axes for ranks in claims.axes[axis]]
+
+    def may_sum(term: TermLike) -> bool:
+        phase, axis, payload = (getattr(term, field, None) for field in ("phase", "axis", "payload_bytes"))
+        width = getattr(torch, getattr(term, "dtype", None) or "int8").itemsize
+        over = claims.axes.get(axis, ()) if axis else summed
+        joins = any(len(own & {*ranks}) > 1 for own in summed for ranks in over)
+        return phase in (None, "grad_sync") and joins and (payload is None or payload >= share * width)
+
+    return claims.expectation is None or any(map(may_sum, claims.expectation))
 
 
 def is_left_wrong(evidence: Evidence, name: str) -> bool:

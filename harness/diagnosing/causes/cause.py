@@ -2,7 +2,7 @@
 
 The id says which kind of mistake numbers or calls show, for any subject; the fact says it for one tensor, axis and
 group. A cause carries its predictions (`causes.proofs`), and cannot be made if the numbers contradict them. Hypotheses
-make causes by `claim_cause`. Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
+make causes by `claim_cause`. Sources: the mechanisms of the bugs that real systems had.
 """
 
 from collections.abc import Mapping

@@ -191,6 +191,6 @@ def is_summable(run: RecordedRun, claims: Claims, axis: str, name: str) -> bool:
         return True
     if kind_of(name) in ("act", "act_grad", "logits"):
         return len({tuple(region[0] for region in of_rank) for of_rank in regions}) == 1
-    events = run.calls.events  # two launches have no events: then ranks of dp share what they sum
+    events = run.calls.events  # two launches have no events: there ranks of dp are taken to sum
     summed = any(event.op == "reduce_scatter" and event.axis == axis for event in events) if events else axis == "dp"
     return summed and kind_of(name) != "init"

@@ -98,7 +98,7 @@ def meaning_of(
 ) -> list[Cause]:
     """Causes of a factor on the result of a step; `what` is "gradients" or "updates".
 
-    `measure` finds the factor in another case. Only in step 0 a size is a possible cause, since it would show there.
+    `measure` finds the factor in another case. In later steps no size is a possible cause: it would show in step 0.
     """
     sizes = () if step else (*_sizes_that_split(evidence.run), "micro")
     guesses = [_Guess(size=size, power=power) for size in sizes for power in (1, -1)]

@@ -1,11 +1,10 @@
 """Why dropout masks that ranks drew themselves are wrong, if the masks leave no doubt.
 
-There are four mistakes. Ranks that hold different shards over an axis use one mask. Replicas use masks that are
+There are four mistakes. Ranks that hold different shards, as over an axis, use one mask. Replicas use masks that are
 independent of each other (by an exact test, not by similarity). A rank uses the mask of a module that other ranks
 compute. Backward uses another mask than forward.
 
-Sources: Megatron-LM #1256 (sequence parallelism from the default stream), #4828 (context ranks); bugs.md B-100 to
-B-104.
+Sources: Megatron-LM #1256 (sequence parallelism from the default stream), #4828 (context ranks).
 """
 
 import itertools
@@ -37,9 +36,9 @@ _ORDINARY = 1e-3
 
 
 def from_masks(failure: Failure) -> list[Cause]:
-    """The cause of the first wrong name that is a mask, the first of several that fit.
+    """The cause: masks that backward drew anew, else the first cause that fits the first wrong mask.
 
-    The truth takes its masks from the ranks, so it does not know better.
+    The latter is looked for if the truth takes its masks from the ranks. Otherwise the truth shows which are right.
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
@@ -69,7 +68,7 @@ def find_stray_holders(run: RecordedRun, name: str) -> list[int]:
 
 
 def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
-    """An axis over which all shards of the same samples have the same mask."""
+    """An axis over which all shards of the same samples have the same mask; else two ranks whose shards have."""
     by_rank = holders_of_mask(run, name)
     for axis, groups in claims.axes.items():
         pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in by_rank], 2)]
@@ -80,6 +79,10 @@ def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
         ]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
             yield report_cause("other_numbers", state_fact("one_mask", ranks=groups[0], axis=axis), pairs)
+    for pair in combinations(by_rank, 2):
+        one, other = (flatten_blocks(by_rank[rank]) for rank in pair)
+        if torch.equal(one, other) and _could_differ(one, other):
+            yield report_cause("other_numbers", state_fact("one_mask", ranks=pair, axis=""), pair)
 
 
 def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:

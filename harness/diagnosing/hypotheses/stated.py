@@ -29,7 +29,7 @@ def first_stated(failure: Failure) -> str:
 
 
 def of_checks(failure: Failure) -> list[Cause]:
-    """The cause of the first failed check that is a cause by itself, or for a layout a part returned as the whole.
+    """The cause of the first failed check that is a cause by itself; if `merge` failed, first a part told as the whole.
 
     A check that names tensors states no cause if another tensor is wrong before them.
     """
@@ -93,6 +93,6 @@ def guess_wrong_beginnings(failure: Failure) -> list[Cause]:
 
 
 def guess_drawn_numbers(failure: Failure) -> list[Cause]:
-    """Numbers that only the ranks draw, not the dense model."""
+    """Numbers that only the ranks draw, or only the dense model."""
     drawn = failure.evidence.search.drawn
     return [report_cause("other_numbers", drawn, drawn)] if drawn else []

@@ -24,7 +24,7 @@ CLOSE = 1e-3
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
 MOST = 4096
-"""The number of elements of one tensor that a fit uses."""
+"""The most elements of one tensor that a fit uses."""
 _FOR_EACH = 8
 """The fewest elements for each fitted weight, so that no weights fit by chance."""
 
@@ -233,7 +233,7 @@ def _own_parts(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[Ten
 
 
 def _share_of(value: Tensor, total: Tensor) -> float:
-    """The number times which a sum is nearest to a value."""
+    """The factor with which a sum is nearest to a value."""
     return float(value @ total) / max(float(total @ total), 1e-300)
 
 

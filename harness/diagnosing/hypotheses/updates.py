@@ -3,9 +3,9 @@
 All wrong states of the first wrong step are examined together. If moments are wrong, nothing is said of the updates
 made from them. A wrong moment or update is fitted as a sum of the right one and another tensor: the moment before, the
 parameters, or the update before. If gradients are f times too large, the moment is f times the right one plus b (1 - f)
-times the one before, where b is the share of it that the optimizer keeps; the mean of squares has f squared. Elements
-that Adam may have made from rounding (`Controls.adam_bound`) are left out. Source: Kingma & Ba 2015; Loshchilov &
-Hutter 2019.
+times the one before, where b is the share of the earlier moment that the optimizer keeps. For the mean of squares, f is
+squared. Elements that Adam may have made from rounding (`Controls.adam_bound`) are left out. Source: Kingma & Ba 2015;
+Loshchilov & Hutter 2019.
 """
 
 import math
@@ -73,7 +73,7 @@ def of_kind(run: RecordedRun, wrong: Sequence[str], kind: str, step: int) -> Ite
 
 
 def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Tensor | None:
-    """The full state of a parameter before this step, where moments begin as zeros. None when it is not known."""
+    """The full state of a parameter before this step; moments begin as zeros. None when it is not known."""
     if step:
         return evidence.run.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
     start = evidence.search.shares.get(f"start/{parameter}", evidence.truth.initial.get(parameter))

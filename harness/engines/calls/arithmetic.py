@@ -1,8 +1,8 @@
 """Arithmetic of collectives: the tensors of all ranks of a group in, the outputs of all ranks written in place.
 
-`members` holds one Operands a rank, in group-rank order. Reductions add in rank order, in the tensors' own dtype, once:
-every rank gets the same bits. Tensor by tensor, all inputs are read before an output is written: ranks may share them.
-Works on any dtype and on meta tensors. The sizes of an all_to_all are compared here, in pairs: Disagreement.
+`members` holds one Operands a rank, in group-rank order. A reduction is computed once, in rank order, in the dtype of
+its tensors, so every rank gets the same bits. Tensor by tensor, all inputs are read before an output is written: ranks
+may share them. Works on any dtype and on meta tensors. An all_to_all with unequal sizes in a pair raises Disagreement.
 
 Nothing here is seen by autograd, dispatch modes or function modes of the rank that happens to run it. Versions of the
 outputs are counted up all the same. So autograd refuses a tensor that was saved for backward and then overwritten; gloo
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
 
 class Disagreement(Exception):
-    """Two ranks of one call expect different sizes of each other: group ranks `ranks`, and a text for both."""
+    """The first of the group ranks `ranks` sends the second another size than it expects; `words` has a {} for each."""
 
     def __init__(self, ranks: tuple[int, int], words: str) -> None:
         self.ranks = ranks
@@ -125,7 +125,7 @@ def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> None:
 
 
 def all_to_all_single(members: Sequence[Operands], reduce_op: str, root: int) -> None:
-    """Rows [block r] of rank s's input go to rows [block s] of rank r's output. Raises Disagreement on other counts."""
+    """Block r of rank s's input rows goes to block s of rank r's output. Raises Disagreement when row counts differ."""
     blocks = [member.inputs[0].split(list(member.input_rows)) for member in members]
     compare_sizes([member.input_rows for member in members], [member.output_rows for member in members])
     sources = [torch.cat([block[receiver] for block in blocks]) for receiver in range(len(members))]
@@ -163,7 +163,7 @@ def transfer(members: Sequence[Operands], reduce_op: str, root: int) -> None:
 
 
 def _reduce_in_order(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """A new tensor: ((t0 op t1) op t2) ..., contiguous, never one of the inputs."""
+    """A new tensor, ((t0 op t1) op t2) ..., never one of the inputs; contiguous if these are, or if there is one."""
     if len(tensors) == 1:
         return tensors[0].clone(memory_format=torch.contiguous_format)
     first, further = _REDUCERS[reduce_op]

@@ -5,7 +5,7 @@ of the innermost file if another file passed them a tensor (`all_reduce(x, group
 Function runs in forward (Megatron's `mappings.py`). The search ends at the forward of the module that runs, a
 Function's backward, a hook, or the program's start. So a file that communicates for itself is its own caller.
 
-It is called for every collective, so a look takes one or two microseconds. Facts of a file, and whether a function
+`issued_at` is called for every collective, and takes one or two microseconds: facts of a file, and whether a function
 receives tensors, are remembered. Installed packages that use torch (Megatron-Core, transformers) are user code: their
 line is what a reader needs.
 """
@@ -97,10 +97,10 @@ def issued_at(frame: FrameType | None) -> Caller | None:
 
 
 def waits_when_read(frame: FrameType | None) -> bool:
-    """Whether a call that is issued at or below `frame` is one of torch's functions of functional collectives.
+    """Whether a call that is issued at or below `frame` comes from torch's functions of functional collectives.
 
-    Their results wait by themselves when they are read, so those that nothing waits for were never read. An operator
-    of `torch.ops` that the program calls itself returns a plain tensor.
+    Such a result waits by itself when it is read, so one for which nothing has waited was never read. An operator of
+    `torch.ops` that the program calls itself returns a plain tensor.
     """
     while frame is not None and not is_user(frame.f_code.co_filename):
         if frame.f_code.co_filename == FUNCTIONAL and frame.f_code.co_name != "__torch_dispatch__":
@@ -158,7 +158,7 @@ def shorten_path(filename: str) -> str:
 
 
 def what_led_to(error: BaseException) -> str:
-    """A clause for the message of an exception that a rank raised, on the exception that caused it; "" without one.
+    """A clause on the exception that caused a rank's exception, and advice on a missing package; "" without either.
 
     "; its cause is ValueError: 4 entries for 2 parameters, at buckets.py:7 in fill".
     """
@@ -172,7 +172,7 @@ def what_led_to(error: BaseException) -> str:
 
 
 def frames_left(error: BaseException) -> Iterator[FrameType]:
-    """The frames that an exception left, the outermost first, and then those that the ones that led to it left."""
+    """The frames that an exception left, the outermost first, then those of each exception that led to it."""
     for one in _chain_of(error):
         traceback = one.__traceback__
         while traceback is not None:
@@ -181,7 +181,7 @@ def frames_left(error: BaseException) -> Iterator[FrameType]:
 
 
 def _chain_of(error: BaseException) -> list[BaseException]:
-    """The exception and those that led to it, back to the first, without those that Python hides in print."""
+    """The exception and those that led to it, back to the first, without those that Python does not print."""
     chain = [error]
     while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         if any(before is one for one in chain):

@@ -1,4 +1,4 @@
-"""The matcher: the k-th call of a group must agree on all of its ranks. Names the ranks and the call that disagree.
+"""The matcher: the k-th call of a group must agree on all of its ranks. It names the ranks and calls that disagree.
 
 Threads and processes compare one call of all ranks when these meet in it (`compare_calls`). Recorded runs, dry runs and
 dumps of a hang give sequences of calls (`find_divergences`). A field that the source of a call does not know is
@@ -10,7 +10,7 @@ the first number at which ranks differ, the call of most ranks is the usual one,
     skipped   the calls of the rank from this number on are the usual calls from the next number on
     extra     the usual calls from this number on are the calls of the rank from the next number on
     differs   neither
-    message   a rank's n-th send to a peer and the peer's n-th receive from it have other sizes
+    message   a rank's n-th send to a peer and the peer's n-th receive from it have different sizes
 
 If no calls differ, some ranks may have fewer calls than others, or none:
 
@@ -161,7 +161,7 @@ class Divergence:
 
 
 def compare_calls(channel: Channel, number: int, calls: Mapping[int, GroupCall], label: str = "") -> Divergence | None:
-    """How ranks differ in one call of their group; None if none do. If half or more differ, all of them diverge."""
+    """How ranks differ in one call of their group; None if none do. If half or more differ, all ranks diverge."""
     pair = _two_kinds(calls)
     if not pair:
         return None
@@ -396,7 +396,7 @@ def _select_roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> 
 
 
 def _order_of_divergence(found: Divergence, ranks: Sequence[RankCalls]) -> int:
-    """The position of the call among all calls of the first rank that issued it."""
+    """The `order` of the call on the first rank that has it. Ranks that diverge count only where fields differ."""
     for one in ranks:
         call = one.calls.get(found.channel, {}).get(found.number)
         if call is not None and (one.rank not in found.ranks or found.how in ("message", "differs")):

@@ -56,7 +56,7 @@ OPERATORS = {
     "barrier": Operator("barrier"),
     "monitored_barrier_": Operator("barrier"),
 }
-"""The payload must agree across ranks unless `agree` is given; `form` follows from the number of tensors."""
+"""The payload must agree across ranks, or `agree` if given. Without a `form` it follows from the number of tensors."""
 
 
 def communicates(operator: Any) -> bool:
@@ -121,14 +121,14 @@ def make_reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorC
 def _rows_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """all_to_all_single, (output, input, group, output rows, input rows): the rows sent and expected."""
     output, source, _, expects, sends = arguments[:5]
-    same = not sends and not expects and output.numel() == source.numel()  # numbers are shared, whatever the shapes
+    same = not sends and not expects and output.numel() == source.numel()  # elements are shared, whatever the shapes
     return tuple(sends) or _split_evenly(source, size), tuple(expects) or _split_evenly(
         source if same else output, size
     )
 
 
 def _split_evenly(tensor: Tensor, size: int) -> tuple[int, ...]:
-    """Equal shares. A dim that they do not divide, or a tensor without dims, is the rank's own error."""
+    """Equal shares of dim 0. A dim that `size` does not divide, or none at all, is an error that the rank raises."""
     return (tensor.shape[0] // size,) * size if tensor.dim() else ()
 
 

@@ -25,7 +25,7 @@ ANY = -1
 class PendingCollective:
     """A collective in flight, identified by its group and its number in the group.
 
-    `signature` is that of the first rank that issued it, `missing` ranks have not issued it yet. By group rank:
+    `signature` is that of the first rank that issued it, `missing` how many ranks have not done so yet. By group rank:
     `issued` (what the rank brings, None until then) and `differing` (the signatures that differ from the first).
     `waiters` are the ranks that wait for it. `error` is why it could not be computed.
     """
@@ -71,7 +71,7 @@ class RankGroup:
     """Ranks that communicate, in group order; shared by the process groups of all its ranks.
 
     `description` is torch's `group_desc`, `name` its `group_name`; `life` counts how often the world was initialised;
-    `label` names the group in messages (`label_group`). `numbers` and `posted` count each member's collectives and
+    `label` names the group in texts (`label_group`). `numbers` and `posted` count each member's collectives and
     point-to-point calls. `collectives` and `messages` are those in flight. `store` is the group's key-value store.
     """
 
@@ -96,7 +96,7 @@ class RankGroup:
         self.label = f"{words} ({ranks_text(self.ranks)})" + (f" of life {self.life}" if self.life > 1 else "")
 
     def enter(self, member: int, signature: Signature, brings: object) -> tuple[int, PendingCollective]:
-        """The next collective of a member, and its number. It is `differing` if its signature is not the first's."""
+        """The number and state of a member's next collective, which notes a signature that is not the first rank's."""
         number = self.numbers[member]
         self.numbers[member] = number + 1
         collective = self.collectives.get(number)
@@ -109,8 +109,8 @@ class RankGroup:
         return number, collective
 
     def counterpart(self, mine: PendingMessage) -> PendingMessage | None:
-        """The other end of a message that a member has just issued; without one the message is in flight, and None
-        returned.
+        """The other end of a message that a member has just issued. None if there is none yet; then the message is in
+        flight.
         """
         self.posted[mine.member] += 1
         other = next((message for message in self.messages if message.matches(mine)), None)
@@ -164,7 +164,7 @@ class Mismatch:
 
     @classmethod
     def of_sizes(cls, group: RankGroup, number: int, met: PendingCollective, sizes: Disagreement) -> "Mismatch":
-        """Two ranks of an all_to_all that expect other sizes of each other."""
+        """Two ranks of an all_to_all of which one sends another size than the other expects."""
         ranks = tuple(group.ranks[member] for member in sizes.ranks)
         return cls(group, number, met.signature, met, ranks, str(sizes).format(*ranks))
 
@@ -201,7 +201,7 @@ class IssuedCall(Protocol):
 
 
 class RootCause(NamedTuple):
-    """The root cause in one line, the ranks to blame; `kind`: of a Desynchronised, UNSERVED of an engine, else ""."""
+    """The root cause in one line, and the ranks to blame; `kind`: Desynchronised.kind, UNSERVED of inproc, or ""."""
 
     text: str
     ranks: tuple[int, ...]

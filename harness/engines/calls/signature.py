@@ -1,12 +1,12 @@
 """The signature of a call, in which all ranks must agree, the ledger's Call made from it, and the checks of arguments.
 
-Payload: numel * element size of the tensors that the contract names, never their storage. all_reduce, broadcast, send,
-recv, reduce: the tensor. all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total
-send. gather: this rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
+Payload: numel * element size of these tensors, never their storage. all_reduce, broadcast, send, recv, reduce: the
+tensor. all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total send. gather: this
+rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
 
 Arguments of torch's process group methods are checked here as far as one rank alone can. What takes two ranks is
 checked when calls are matched. Whatever gloo or NCCL accepts is accepted. A wrong argument raises WrongArgument in the
-rank's own code, which names the value and the rule, and mostly a legal value too.
+rank's own code. The error names the value and the rule, and mostly a legal value too.
 """
 
 import inspect
@@ -205,8 +205,8 @@ class WrongArgument(ValueError, RuntimeError):
 def check_tensors(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
     """Plain tensors; a functional collective's pending output is waited for. Raises WrongArgument.
 
-    `layout` is what gloo computes right with: "contiguous" tensors, or "dense" ones, whose dims may be in another
-    order. "any" tensors, with gaps and overlaps, are copied.
+    `layout` says which strides gloo computes right with: those of "contiguous" tensors; of "dense" ones, whose dims may
+    be in another order; or "any", also with gaps and overlaps, where gloo copies the tensor.
     """
     plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, tensor in enumerate(plain):
@@ -298,7 +298,7 @@ def split_exchange(
 ) -> tuple[Tensor, list[int], list[int]]:
     """The output of an all_to_all_single, and the rows of dim 0 for every peer: as given, else equal shares.
 
-    Without sizes the numbers are shared equally, whatever the shapes. Raises TypeError for sizes that are no numbers,
+    Without sizes the elements are shared equally, whatever the shapes. Raises TypeError for sizes that are no numbers,
     WrongArgument for wrong numbers.
     """
     expects, sends = (
@@ -328,7 +328,7 @@ def _rows_of(which: str, tensor: Tensor, counts: list[int], size: int) -> list[i
 def _as_whole_numbers(name: str, given: Any) -> list[int]:
     """Integers from a sequence of any kind that torch takes: of Python, of numpy, tensors of one element.
 
-    [] for None. Raises TypeError for what torch refuses too: floats, text, one tensor of several elements.
+    [] for None. Raises TypeError for what torch refuses too: floats, text, a tensor in place of the sequence.
     """
     if given is None:
         return []
@@ -338,9 +338,7 @@ def _as_whole_numbers(name: str, given: Any) -> list[int]:
 
 
 def check_list(given: Any) -> Any:
-    """The tensors of a list, or of the only list in a list: torch's functions pass the one, its
-    methods take the other.
-    """
+    """The tensors of a list, or of a list whose only entry is such a list: torch has calls of both forms."""
     return given[0] if len(given) == 1 and not isinstance(given[0], Tensor) else given
 
 

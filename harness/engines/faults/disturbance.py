@@ -1,10 +1,10 @@
-"""Applies a fault to the calls of a run; of every run of an engine with `Intervened(engine, Disturbance(fault))`.
+"""Applies a fault to the calls of every run of the engine `Intervened(engine, Disturbance(fault))`.
 
-Works below the recorder, which records the call as the program issued it. A disturbed call is first computed correctly,
-from data of which copies are kept. Then the outputs of the ranks that are hit are overwritten with new tensors, made
-from the copies by the kind of the fault (`harness.faults`). A fault of the group sends the call to other ranks instead.
-A call is hit if it agrees with the target in rank, call index, op, reduce op and group size. So a program that then
-takes another path is not hit in a call of another kind.
+Works below the recorder, which records the call as the program issued it. The operands of a disturbed call are copied,
+and the call is computed correctly. Then the outputs of the ranks that are hit are overwritten with values made from
+the copies by the kind of the fault (`harness.faults`). A fault of the group sends the call to other ranks instead.
+A call is hit if it agrees with the target in rank, call index, op, reduce op and group size. So a program that takes
+another path after the fault is not hit in a call of another kind.
 """
 
 import hashlib
@@ -82,7 +82,9 @@ def poison_like(tensor: Tensor) -> Tensor:
 
 
 def _double_outputs(done: CompletedCall) -> list[Sequence[Tensor]]:
-    """Outputs by rank: the call made again on its result. If shapes forbid that, a reduced result counts twice."""
+    """Outputs by rank: of a call in place, or of an exchange whose shapes allow it, those of the call made again on its
+    result. Otherwise the result of a sum, an average or an exchange counts twice, and other results stay.
+    """
     in_place, exchanges = done.combine in _IN_PLACE, done.combine in _EXCHANGES
     if in_place or (exchanges and all(map(_is_repeatable, done.kept))):
         again = []
@@ -209,7 +211,7 @@ class _Disturbing(CollectiveMatcher):
             self._deliver(finished, {0: place}, complete.event)
 
     def close(self, call: RankCall) -> None:
-        """As in the base class; from the first wait on, late values may arrive at the rank's next call."""
+        """As in the base class; after the first wait of a call, its late values arrive at the rank's next call."""
         super().close(call)
         late = self._late.pop((call.rank, call.event), None)
         if late is not None:
@@ -282,7 +284,9 @@ class _Disturbing(CollectiveMatcher):
             overwrite_tensors(finished.outputs[member], values[member])
 
     def _before(self, what: Fault, rank: int, right: list[Tensor]) -> Sequence[Tensor]:
-        """The result of the target's call before. The first one stays right, or gives zeros if there is no second."""
+        """The right result of the rank's previous call that was hit, if it has this shape. The first one has none:
+        it stays right, or gives zeros if the target is called once.
+        """
         first = list(map(torch.zeros_like, right)) if what.target.once else right
         before = self._stale.get(rank, first)
         self._stale[rank] = right

@@ -4,7 +4,7 @@ Runs repeat: a `Schedule` says which rank runs next and when results arrive, and
 Under any schedule
 
     the outputs of an asynchronous call hold poison (NaN, the largest integer) from its issue until its result arrives:
-    at its first wait, or, if the schedule has it early, as soon as every rank has issued the call
+    at its first wait, or, for a collective that is early in the schedule, as soon as every rank has issued it
     its tensors, inputs and outputs, must not be written between issue and wait: if one is found changed at the wait,
     the run ends, and the error names the rank, the call and both lines
 
@@ -96,7 +96,7 @@ class _Look(NamedTuple):
 class _Flight:
     """An asynchronous call in flight: the program's own tensors, and the copies that stand in for them.
 
-    The content of the program's tensors is kept as this class last wrote it.
+    `seen` is the content of the program's tensors as the matcher last wrote it.
     """
 
     tensors: Sequence[Tensor]

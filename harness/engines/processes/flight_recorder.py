@@ -1,7 +1,7 @@
 """The flight recorder of a rank's process: calls, recorded before they are issued, and the works that it waits for.
 
 The idea is that of torch's NCCL flight recorder (torch/csrc/distributed/c10d/FlightRecorder.hpp), for every backend and
-without a dump. It is in memory that the driver can read and that outlives the rank, so it can be read when the rank
+without a dump. Ours is memory that the driver can read and that outlives the rank, so it can be read when the rank
 hangs, or was killed in the middle of a call. A record is a time (s, monotonic) and the number of a call. Calls
 (signature, peer, user's line) are written once each, so that a record costs a few microseconds. The memory is an
 anonymous file, gone when no process holds it.
@@ -11,7 +11,7 @@ anonymous file, gone when no process holds it.
     records  a ring of _RECORDS
     calls    pickles, each after its length; they stay from run to run
 
-The stack that a process prints on a signal follows behind (processes.supervisor).
+After them the file holds the stacks that the process prints on a signal (processes.supervisor).
 
 Asynchronous works of real backends are followed: the program gets a FollowedWork in place of the backend's work, to
 which it delegates; `wait` and the methods that amount to it are recorded. After a wait the backend's work is dropped,
@@ -41,6 +41,7 @@ from shardproof.harness.engines.calls.callers import Caller, issued_at, waits_wh
 from shardproof.harness.engines.calls.operators import OperatorCall
 from shardproof.harness.engines.calls.pending import MAKES_GROUP
 from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.errors import MachineError
 
 _WAITING_IN = (
     *("engines/interposer.py", "processes/flight_recorder.py", "forked/worker.py"),  # gloo connects in the last
@@ -56,7 +57,7 @@ def is_waiting(file: str) -> bool:
 class FollowedWork(dist.Work):
     """A work that records when it is waited for, by calling `waited_for` at its first wait.
 
-    A program that has learnt that it is complete needs no wait.
+    A program that has asked, and was answered that the work is complete, needs no wait.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Waits:
 
     @contextmanager
     def wait_for(self, number: int) -> Any:
-        """The rank waits for this work until the body ends; if the wait raises, the rank goes on with its next call."""
+        """The rank waits for this work until the body ends. If the body raises, the report stays to the next call."""
         self._report(number)
         yield
         self._report(0)
@@ -204,7 +205,7 @@ class RecordedCall(NamedTuple):
 
 
 class ReadCalls(NamedTuple):
-    """What was read from a rank's flight recorder: the calls since the last time, and when.
+    """What was read from a rank's flight recorder: the calls since the last time, each with its time.
 
     `inside`: the call recorded last is a synchronous one that is not known to be complete. `waits`: 1 + the place,
     among the asynchronous calls, of the one for which the rank waits; 0 for none.
@@ -216,13 +217,20 @@ class ReadCalls(NamedTuple):
 
 
 def anonymous_file() -> int:
-    """A descriptor of a file without a name, large enough for a flight recorder."""
+    """A descriptor of a file without a name, large enough for a flight recorder. Raises MachineError if a limit of the
+    process forbids one.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("shardproof flight recorder")
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, RECORDER_BYTES)
+    try:
+        os.ftruncate(descriptor, RECORDER_BYTES)
+    except OSError as problem:
+        os.close(descriptor)
+        rule = f"a rank's calls need a file of {RECORDER_BYTES >> 20} MiB in memory"
+        raise MachineError(f"{rule} ({problem.strerror}); legal: a larger `ulimit -f`") from problem
     return descriptor
 
 

@@ -64,7 +64,7 @@ class RankResult:
 def run_rank(
     program: Program, args: tuple[Any, ...], *, rank: int, world_size: int, store: Any, seed: int, timeout_s: float
 ) -> RankResult:
-    """Run the program as this rank of a new world over the store. Raises what torch raises if there can be none."""
+    """Run the program as this rank of a new world over the store. Raises what torch raises if it makes no world."""
     with world(rank, world_size, store, timeout_s):
         seed_streams(seed)
         return result_of(program, args, rank)
@@ -168,7 +168,7 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """The report of a rank on its run: a result, or a reason without one.
+    """The report of a rank on its run: a result, or the reason why there is none.
 
     `refused`: why the program could not be unpickled; `broken`: why there was no world to run it in. `unwaited` are the
     places, among the rank's asynchronous calls, of those that were never waited for. `kept_groups` is how many groups

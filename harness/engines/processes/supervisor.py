@@ -104,7 +104,7 @@ def _signal(pid: int, signum: int) -> None:
 _STILL_S = 0.25
 """After this time without a call of any rank it is checked whether any rank can still make one."""
 _COMPILES, _COMPILED_S = 10, 5.0
-"""By how many times its limit a run may last while ranks compile, and how long before that is checked again."""
+"""How many times its limit a run may last while ranks compile, and after how long that is checked again."""
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)
 
 
@@ -140,7 +140,7 @@ class Workers(ABC):
 
     @abstractmethod
     def listen(self, limit_s: float) -> None:
-        """Wait until something comes in, at most so long, and take it in."""
+        """Wait until something comes in, at most `limit_s`, and take it in."""
 
     def refresh(self) -> None:  # noqa: B027  (not all transports need it)
         """Bring `calls` up to date, if that takes a request to the workers."""
@@ -234,7 +234,7 @@ class Supervisor:
         return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._workers.pending_ranks())
 
     def _find_waiting_calls(self) -> list[MatchedCall | None]:
-        """By rank, the call in which it waits and which some rank has not issued; None for a rank that has ended."""
+        """By rank, the call in which it waits and which some rank has not issued; None if it runs or has ended."""
         reports = self._workers.reports
         return [self._matcher.inside(rank) if reports[rank] is None else None for rank in self._ranks]
 

@@ -1,9 +1,9 @@
 """The matcher of ranks in processes: recorded calls are matched and compared as if they were issued in one process.
 
 gloo and NCCL do not compare the calls of ranks: another dtype, reduce op or shape of the same size passes silently,
-another size or op hangs. Here every call is matched with the call of the same number of the group's other ranks. Sends
-are matched with receives by sender, receiver and tag. The first that does not match is the mismatch; its time is that
-of the later of the two calls.
+another size or op hangs. Here every call is matched with the calls of the same number on the group's other ranks. Sends
+are matched with receives by sender, receiver and tag. The first call that does not match is the mismatch; its time is
+that of the later of the two calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,8 @@ class TraceMatcher:
     def groups(self) -> list[RankGroup]:
         """All groups in which a rank called, in the order in which they were seen.
 
-        The world comes last, with groups that some members have not made: with kept backends no rank waits for them.
+        If members of a group have not made it, a group of all ranks comes last, whose calls are such makings: with kept
+        backends no rank waits for them.
         """
         making = world_of(len(self.last))
         for number, made in self._made.items():

@@ -3,7 +3,7 @@
 The driver of a worker is the process that started it. The two share a pipe, and memory with a flight recorder and the
 stacks that the worker prints after it. A worker ends with its driver, also during native code. Times are seconds.
 
-How it ended is a ProcessEnd. A crash (SIGSEGV, SIGABRT, ...) and an exit status come from the program that the process
+How a worker ended is a ProcessEnd. A crash (SIGSEGV, SIGABRT, ...) and an exit status come from the program that it
 ran. Any other signal comes from outside: SIGKILL as the system sends it when memory runs out, SIGTERM from a launcher.
 """
 
@@ -63,7 +63,7 @@ _SERVER_DIED = 255
 """multiprocessing's exit code of a worker whose fork server has ended."""
 _GONE = ProcessEnd("its process is gone")
 _BEGIN = b"begin"
-"""The driver's first message: it writes nothing more to the sentinel by which workers see its end."""
+"""The driver's first message. From then on it writes nothing to the sentinel by which workers see its end."""
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CALLERS = 3
 Key = TypeVar("Key")

@@ -2,7 +2,7 @@
 
 A rank sees a world of any size and communicates with no other: a collective returns at once and moves nothing. Calls,
 their order and their bytes are those of a real run as long as the program reads no number. A program that does ends in
-NoNumbers. The ranks run in this process, each in a thread, so that a run that does not end is given up. Every call is
+NoNumbers. The ranks run in this process, each in a thread, so that a rank that does not end can be given up. Calls are
 seen by the interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
 `harness.predicting.dry_run.Meter` is entered.
 

@@ -6,9 +6,8 @@ errors do not depend on the machine's load; a rank that deviates from the others
 
 Ranks share the state of their process: the working folder, CUDA's current device and generators, what C code reads of
 the environment. They share the state of modules (their globals, class attributes and singletons) that `per_rank` does
-not name. A rank may block until another rank acts in another way than by a call (a store's wait, a lock, a queue). Then
-it keeps its turn and runs into the time limit. Threads that a rank starts are in its world; of one rank's threads one
-at a time is in a call.
+not name. A rank that waits for another rank without a call (by a store's wait, a lock or a queue) keeps its turn and
+runs into the time limit. Threads that a rank starts are in its world; of one rank's threads one at a time is in a call.
 
 The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
 library, comes to the dispatcher instead (`Unmapped`). There it is reported to the observer as op `other` and passed on
@@ -182,9 +181,7 @@ _KEY = "BackendSelect"
 
 
 class Unmapped:
-    """The operators of c10d that OPERATORS lacks; searched again only after modules were imported,
-    since it takes 3 ms.
-    """
+    """The operators of c10d that OPERATORS lacks. The search takes 3 ms, so it is made again only after imports."""
 
     def __init__(self) -> None:
         self._modules = 0
@@ -233,7 +230,7 @@ def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
 
 
 class Intervention:
-    """Makes the parts of one run: these, unchanged. Subclasses change something."""
+    """Makes the parts of one run: the plain ones. A subclass replaces some of them."""
 
     def places(self, names: Sequence[str]) -> tuple[Namespace, ...]:
         """Where every rank has state of its own: the modules of these names."""

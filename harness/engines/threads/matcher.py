@@ -5,7 +5,7 @@ it for all. Send and receive are two PendingMessages, matched by group, sender, 
 a send returns when the message was received, as on NCCL. `issue` and `post` see every call before anything happens, and
 `_complete` a collective's result before any rank gets it. A subclass that alters, drops or poisons calls does it there.
 
-A rank whose signature differs from the first one's never returns from its call, and the driver is woken. So the rank
+A rank whose signature differs from that of the first rank never returns from its call, and the driver is woken. So it
 never sees an error that it could swallow.
 """
 
@@ -192,8 +192,8 @@ class CollectiveMatcher:
         return group
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:
-        """Rank `rank` makes the world's group `number`. If its ranks are not those of the first rank to make it, it is
-        parked.
+        """Rank `rank` makes the world's group `number` of these ranks. If the first rank made it of others, this call
+        never returns.
         """
         first, others = self._made.setdefault((life, number), (rank, ranks))
         if others != ranks:
@@ -270,9 +270,9 @@ class CollectiveMatcher:
             raise RuntimeError(f"{call.signature.op}: {event.error}") from event.error
 
     def ask(self, call: RankCall) -> bool:
-        """Whether a call is complete; if it is not, after other ranks had their turn. Raises Aborted.
+        """Whether a call is complete. If it is not, the other ranks first have their turn. Raises Aborted.
 
-        A program that learns this needs no wait, except for the error of a call that could not be computed.
+        If the answer is yes a program needs no wait, except for the error of a call that could not be computed.
         """
         event = call.event
         if not event.done and get_ident() == self.scheduler.idents[call.rank]:

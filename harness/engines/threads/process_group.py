@@ -78,7 +78,7 @@ class GroupFacts(_TorchGroup):
         return self._group.description
 
     def getBackendName(self) -> str:
-        """No name of a C++ backend, for whose object torch would look. dist.get_backend returns gloo."""
+        """A name that no C++ backend has: torch would look for that backend's object. dist.get_backend returns gloo."""
         return "inproc"
 
     def get_backend(self, device: torch.device) -> Self:
@@ -277,7 +277,7 @@ class InprocGroup(GroupFacts):
         self._batch = []
 
     def end_coalescing(self, device: torch.device) -> BatchedWorks:
-        """Their works as one."""
+        """The works of these calls as one."""
         works, self._batch = self._batch or [], None
         return BatchedWorks(works)
 

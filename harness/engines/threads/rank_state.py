@@ -1,8 +1,8 @@
 """Process-wide state that every rank of the in-process engine has to itself: swapped at every change of turns.
 
-Random streams (torch's CPU generator, Python's `random`, numpy's global stream), the default dtype, and the state of
-modules that the request names. Swapping is sound only because one rank runs at a time. Not swapped, so shared by ranks:
-the working folder, CUDA generators, the state of other modules. The environment is looked up by thread.
+It is the random streams (torch's CPU generator, Python's `random`, numpy's global one), the default dtype, and the
+state of modules that the request names. Swapping is sound only because one rank runs at a time. Not swapped, so shared
+by ranks: the working folder, CUDA generators, the state of other modules. The environment is looked up by thread.
 
 The state of a named module is its globals and the attributes of its classes. From these the attributes of instances
 (singletons) and of functions are found in turn, and defaults of arguments that can be changed. Lists, dicts, sets and
@@ -103,7 +103,7 @@ class CallerStreams:
             self._words, self._numpy = words, np.random.get_state()
 
     def give_back(self, streams: RankStreams) -> None:
-        """Write the streams. If no code has drawn from numpy's since it was seeded, only its words are written."""
+        """Write the streams; of numpy's only the words, if no code has drawn from it and no normal number was kept."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         if streams.numpy_drawn() or self._numpy[_HAS_GAUSS]:

@@ -5,15 +5,15 @@ new thread for every rank would be the simple way to start clean, but costs time
 Python thread-locals and torch's switches are exactly as at its birth; else it is thrown away. Where Python hides its
 thread-locals, every thread is new.
 
-A thread that a rank starts is in the world of the rank, and so are tasks that it gives to an executor's threads. They
-are daemons, and the process does not wait for executors of theirs when it ends, so a thread that is blocked for good
-does not keep it. When a run fails, those that still run Python code are ended.
+A thread that a rank starts is in the world of the rank, and so are tasks that it gives to an executor's threads. These
+threads are daemons, and at its end the process does not wait for their executors either, so a thread that is blocked
+for good does not keep the process alive. When a run fails, those that still run Python code are ended.
 
 Rank threads share one arena of the C library's allocator, so that memory that one rank has freed is warm for the next.
 The setting holds for all threads born later in this process. They lose only speed, and only if many allocate at a time.
-But cases of many shapes leave holes in such an arena: a process that proves thousands of them would keep a gigabyte for
-a third of one in use. So freed memory is returned between runs. Both are features of glibc; elsewhere nothing is done.
-Bytes.
+But cases of many shapes leave holes in such an arena: a process that proves thousands of them would keep a gigabyte, of
+which a third is in use. So freed memory is returned between runs. Both are features of glibc; elsewhere nothing is
+done. Sizes are bytes.
 """
 
 import concurrent.futures.thread as executors
@@ -189,8 +189,8 @@ class _ReportOthers:
     """A hook for unhandled exceptions that leaves out Aborted.
 
     An interruption may come while the thread is in a callback of a weak reference, or in `__del__`. Python drops it
-    there with a message on the terminal, and the scheduler interrupts once more. The last one may come when the thread
-    has left its work already and is about to end.
+    there with a message on the terminal, and the scheduler interrupts once more. The last interruption may come when
+    the thread has left its work already and is about to end.
     """
 
     def __init__(self, hook: Callable[[Any], object]) -> None:

@@ -217,7 +217,9 @@ def _require_known(backend: str) -> None:
 
 
 def _init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """On a rank: return the existing world. Raises ValueError for another size or rank, and for a second call."""
+    """On a rank: hand out the existing world, or a new one if that was destroyed. Raises ValueError for another size or
+    rank, and for a second call.
+    """
     mine = _rank_of_thread()
     if mine is None:
         return original(*args, **kwargs)

@@ -1,5 +1,5 @@
-"""The scheduler of rank threads: cooperative, exactly one rank runs, and the turn changes only where a rank waits or
-asks whether a call is complete that is not.
+"""The scheduler of rank threads: exactly one rank runs, and the turn changes only where a rank waits for a call or asks
+about one that is not complete.
 
 A rank that waits gives the turn to the next ready rank and sleeps until it is woken and its turn comes. When no rank is
 ready the driver, which is the thread that called `run`, gets the turn. All ranks have finished then, or none can go on.

@@ -61,7 +61,7 @@ def _arm(module: ModuleType, *, values: bool) -> None:
 
 
 def _run_the_programs_own() -> None:
-    """The sitecustomize that Python would import without this folder."""
+    """Run the sitecustomize that Python would import without this folder."""
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return

@@ -10,10 +10,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, call_at_end
 from shardproof.harness.programs.tensors import numerics
+from shardproof.harness.programs.tensors.messages import watch_messages
 from shardproof.harness.programs.tensors.names import Enclosing
 from shardproof.harness.programs.tensors.recorder import ValueRecorder
 from shardproof.harness.programs.tensors.updates import watch_clipping, watch_clipping_of_fsdp
-from shardproof.harness.torch_internals.autograd import called_by, told_of_backward
+from shardproof.harness.torch_internals.autograd import called_by, told_of_backward, told_of_replaced_results
 
 
 class RecordingHooks:
@@ -27,13 +28,15 @@ class RecordingHooks:
         self._watches_fsdp = False
 
     def arm(self) -> None:
-        """Record every module call, backward, clipping and optimizer step of this process from now on."""
+        """Record every module call, backward, clipping, message and optimizer step of this process from now on."""
         self._on_calls.enter_context(called_by(self._call))
         self._on_modules = register_module_forward_hook(self._on_output)
         register_optimizer_step_pre_hook(self._on_stepping)
         register_optimizer_step_post_hook(self._on_stepped)
         self._on_calls.enter_context(told_of_backward(self._on_backward))
+        self._on_calls.enter_context(told_of_replaced_results(self._on_replaced))
         watch_clipping(self._on_clipping, self._on_norm)
+        watch_messages(self._on_message)
 
     def watch_fsdp(self) -> None:
         """Record the clipping of FSDP1 too, if the program has imported it."""
@@ -63,6 +66,10 @@ class RecordingHooks:
         if (recorder := self._recorder_of()) is not None:
             recorder.on_backward(tensors, gradients)
 
+    def _on_replaced(self, result: Tensor) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_replaced(result)
+
     def _on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         recorder = self._recorder_of()
         return None if recorder is None else recorder.on_stepping(optimizer, args, words)
@@ -74,6 +81,10 @@ class RecordingHooks:
     def _on_clipping(self, parameters: list[Tensor]) -> None:
         if (recorder := self._recorder_of()) is not None:
             recorder.on_clipping(parameters)
+
+    def _on_message(self, source: int) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_message(source)
 
     def _on_norm(self, norm: object) -> None:
         if (recorder := self._recorder_of()) is not None:

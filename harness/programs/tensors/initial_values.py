@@ -3,10 +3,12 @@
 A full value is joined from the parts that all ranks of the other launch recorded. A parameter gets its part by its
 stated layout. If none is stated, its shape decides: it is whole, or sharded along the only dim and over the only group
 that fit. If several groups fit, it is the one whose ranks drew different parts in an earlier recording of the launch,
-since replicas draw the same.
+since replicas draw the same. That recording may also hold names: those of parameters that the other launch calls
+otherwise, as a stage that numbers its layers from 0 does.
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from shardproof.harness.torch_internals.world import own_groups
 
 NO_CUT = "no one cut"
 """The beginning of a reason: no group, or several, have the size of a parameter's shards."""
+NAMES = "names.json"
+"""The file of names in an earlier recording: rank -> name of a parameter -> its name in the other launch."""
 _Parts = list[tuple[RankValues, ValueRow]]
 
 
@@ -32,8 +36,8 @@ _Parts = list[tuple[RankValues, ValueRow]]
 class InitialValues:
     """The initial values in `folder` ("": nothing is changed). `lacking` says what did not get one, and why.
 
-    `drawn`: digests of what the program drew itself for parameters of which several ranks hold a part. `parts_of` is a
-    folder with those of all ranks ("": none).
+    `drawn`: digests of what the program drew itself. `parts_of` is a folder with those of all ranks, and with names
+    ("": none).
     """
 
     folder: str
@@ -42,9 +46,10 @@ class InitialValues:
     lacking: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, _Parts] = field(default_factory=dict)
     _drawn_by: dict[int, dict[str, str]] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
 
     def overwrite(self, named: Sequence[NamedParameter]) -> None:
-        """Give these parameters and buffers the other recording's values. Raises RequestError for another folder."""
+        """Give these parameters and buffers the other recording's values. Raises RequestError if it has none."""
         if not self.folder:
             return
         if not self._parts:
@@ -55,6 +60,8 @@ class InitialValues:
             if self.parts_of:
                 earlier = read_values(Path(self.parts_of))
                 self._drawn_by = {one.rank: one.about.get("drawn_parts", {}) for one in earlier}
+                rank = str(dist.get_rank() if dist.is_initialized() else 0)
+                self._names = json.loads(Path(self.parts_of, NAMES).read_text(encoding="utf-8")).get(rank, {})
         for parameter in named:
             if not parameter.alias_of:
                 reason = self._overwrite(parameter)
@@ -63,7 +70,10 @@ class InitialValues:
 
     def _overwrite(self, named: NamedParameter) -> str:
         """Overwrite one parameter. Returns why that is not possible, else ""."""
-        parts = self._parts.get(named.place.name)
+        name = named.place.name
+        if digest := _digest(named.tensor):
+            self.drawn[name] = digest
+        parts = self._parts.get(self._names.get(name, name))
         if not parts:
             return "the other recording has no parameter of this name"
         full = _full(parts)
@@ -110,7 +120,6 @@ class InitialValues:
         if len(cut) != 1 or not local[cut[0]] or shape[cut[0]] % local[cut[0]]:
             return None
         name, size = named.place.name, shape[cut[0]] // local[cut[0]]
-        self.drawn[name] = hashlib.sha256(bits_of(named.tensor.data).cpu().numpy().tobytes()).hexdigest()[:16]
         groups = own_groups(size)
         drawn = {rank: own[name] for rank, own in self._drawn_by.items() if name in own}
         apart = [ranks for ranks in groups if len({drawn[rank] for rank in ranks if rank in drawn}) == size]
@@ -119,6 +128,14 @@ class InitialValues:
             return None
         start = places.pop() * local[cut[0]]
         return tuple(start if dim == cut[0] else 0 for dim in range(len(shape)))
+
+
+def _digest(tensor: Any) -> str:
+    """A digest of a rank's part of a tensor, "" for one whose elements are all equal: many others are equal to it."""
+    local = (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+    if not local.numel() or bool((local == local.flatten()[0]).all()):
+        return ""
+    return hashlib.sha256(bits_of(local.contiguous()).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _full(parts: _Parts) -> Tensor | str:

@@ -7,6 +7,7 @@ and no tensor, so it keeps no graph alive.
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -58,7 +59,7 @@ class ModuleValues:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _later: dict[int, list[_Later]] = field(default_factory=dict)
     _on_leaves: list[Any] = field(default_factory=list)
-    _random: Any = None
+    _random: Sequence[tuple[int, object]] = ()
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -79,11 +80,14 @@ class ModuleValues:
             self.store.add(self.store.make_row("sample", place, call=call), tensor)
 
     def look_for_draws(self, module: nn.Module) -> None:
-        """Note `module` as one that draws random numbers if a generator has advanced since the last call of this."""
-        if self._random != (now := _random_states()):
-            self._random = now
-            if (place := self.names.modules.get(id(module))) is not None:
-                self.drawn[place.name] = None
+        """Note `module` as one that draws random numbers if a generator has advanced since the last call of this.
+
+        A generator whose seed is another one has not advanced: the program has put another stream in its place.
+        """
+        before, self._random = self._random, _random_states()
+        advanced = any(a != b and a[0] == b[0] for a, b in zip(before, self._random, strict=False))
+        if advanced and (place := self.names.modules.get(id(module))) is not None:
+            self.drawn[place.name] = None
 
     def leave(self, module: nn.Module, output: object) -> None:
         """Record what a module returned in forward."""
@@ -119,7 +123,7 @@ class ModuleValues:
         return oldest[0] if len(oldest) == 1 else None
 
     def _take_output(self, row: ValueRow, tensor: Tensor) -> list[ValueRow]:
-        """Record an output; the rows that wait for its gradient."""
+        """Record an output. Returns the rows that wait for its gradient."""
         seen, wanted = self._seen.get(id(tensor)), replace(row, kind="output_grad")
         if seen is not None and seen.tensor() is tensor and seen.version == version_of(tensor):
             self.store.repeat(row, seen.keys)
@@ -150,10 +154,13 @@ class ModuleValues:
                 self.store.repeat(row, keys)
 
 
-def _random_states() -> list[object]:
-    """Something that changes when a random number is drawn from torch's own generators."""
-    states: list[object] = [torch.default_generator.get_state().numpy().tobytes()]
+def _random_states() -> list[tuple[int, object]]:
+    """Of each of torch's own generators its seed, and something that changes when a random number is drawn."""
+    found: list[tuple[int, object]] = []
+    cpu = torch.default_generator
+    found.append((cpu.initial_seed(), cpu.get_state().numpy().tobytes()))
     if torch.cuda.is_initialized():
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        states += [generator.get_offset()] if generator.device.type == "cuda" else []  # no wait for the GPU
-    return states
+        gpu = torch.cuda.default_generators[torch.cuda.current_device()]
+        if gpu.device.type == "cuda":
+            found.append((gpu.initial_seed(), gpu.get_offset()))  # no wait for the GPU
+    return found

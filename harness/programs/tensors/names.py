@@ -54,7 +54,7 @@ class _Around:
 
 
 class Enclosing:
-    """The modules into which modules were put last, since it was made."""
+    """Knows into which module each module was put last, since this object was made."""
 
     def __init__(self) -> None:
         self._parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -78,7 +78,7 @@ class Enclosing:
 class Names:
     """The outermost modules; `modules` by identity (None: a wrapper), `parameters` likewise.
 
-    `listed` are the parameters that make up the model, without a name or memory twice.
+    `listed` are all parameters, each under its first name alone.
     """
 
     roots: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)

@@ -176,6 +176,11 @@ class ValueRecorder:
         if self._takes and current_task() == -1:
             self._guard(self._updates.take_losses, tensors, gradients)
 
+    def on_replaced(self, result: Tensor) -> None:
+        """The memory of this tensor, which may be a loss, is about to be replaced."""
+        if self._takes:
+            self._guard(self._updates.keep_loss, result)
+
     def on_clipping(self, parameters: list[Tensor]) -> None:
         """The gradients of these parameters are about to be clipped."""
         if self._takes:
@@ -186,8 +191,12 @@ class ValueRecorder:
         if self._takes:
             self._guard(self._updates.take_norm, norm)
 
+    def on_message(self, source: int) -> None:
+        """A message of another rank is about to be received, or one sent (messages.SENT): the first one is noted."""
+        self._about.setdefault("fed_by", source)
+
     def on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        """A step begins. With a closure its gradients exist only after it."""
+        """An optimizer's step begins. If it has a closure, its gradients exist only after the closure was called."""
         self._stepping += 1
         given = args[1] if len(args) > 1 else words.get("closure")
         if not callable(given):
@@ -206,7 +215,7 @@ class ValueRecorder:
             self._guard(self._updates.take_received, optimizer)
 
     def on_stepped(self) -> None:
-        """A step has ended."""
+        """An optimizer's step has ended."""
         self._stepping -= 1
         if not self._pid or not self._on:
             return
@@ -236,7 +245,11 @@ class ValueRecorder:
             "wrappers": sorted(self._names.wrappers),
             "same_init": self._initial.lacking,
             "drawn_parts": self._initial.drawn,
-            "options": {"dtype": self._options.dtype, "dropout": self._options.dropout},
+            "options": {
+                "dtype": self._options.dtype,
+                "dropout": self._options.dropout,
+                "same_init": bool(self._options.same_init),
+            },
         }
         write_about(self._folder, self._rank, self._about)
 

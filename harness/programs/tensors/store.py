@@ -1,7 +1,7 @@
 """The values of one step of a rank, held within a budget of bytes until the step ends.
 
-Tensors are left out from the largest on: one for which there is no room replaces larger ones, or is left out itself.
-Its row says so.
+The largest tensors are left out first: one for which there is no room replaces larger ones, or is left out itself. The
+row of a tensor that is left out says so.
 """
 
 import heapq

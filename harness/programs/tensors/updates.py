@@ -33,7 +33,7 @@ _NOWHERE = ModulePath("", "")
 
 @dataclass(slots=True, kw_only=True)
 class UpdateValues:
-    """Records into `store`. After a step `covered` says that no parameter with a gradient waits for an optimizer."""
+    """Records into `store`. After a step `covered` says that no trained parameter waits for an optimizer."""
 
     store: StepValues
     names: Names
@@ -41,26 +41,45 @@ class UpdateValues:
     _masters: dict[int, NamedParameter] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     _received: set[str] = field(default_factory=set)
+    _freed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _losses: int = 0
     _norms: int = 0
 
     def begin_step(self) -> None:
         """A step begins."""
         self._losses = self._norms = 0
-        for kept in (self._optimizers, self._masters, self._taken, self._received):
+        for kept in (self._optimizers, self._masters, self._taken, self._received, self._freed):
             kept.clear()
 
+    def keep_loss(self, tensor: Tensor) -> None:
+        """Keep the value of a single number, from which a loss may be made after its memory has been freed."""
+        if tensor.numel() == 1 and not any(one is tensor for one, _ in self._freed):
+            self._freed.append((tensor, tensor.detach().clone()))
+
     def take_losses(self, tensors: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Backward begins from these tensors: single numbers are losses; stages of a pipeline begin
-        from larger ones, whose memory may have been freed already: then only the gradient shows their shape.
+        """Record the losses: the single numbers among the tensors from which backward begins.
+
+        The stages of a pipeline begin from larger tensors. The memory of either may have been freed already: then the
+        value of a loss is the one that was kept (`keep_loss`), and only the gradient shows the shape of a larger one.
         """
         for tensor, gradient in zip(tensors, gradients, strict=True):
             if not isinstance(tensor, Tensor) or tensor.numel() != 1:
                 continue
             if gradient is not None and gradient.shape != tensor.shape:
                 continue
-            self.store.add(self.store.make_row("loss", _NOWHERE, call=self._losses), tensor)
+            self.store.add(self.store.make_row("loss", _NOWHERE, call=self._losses), self._value_of(tensor))
             self._losses += 1
+
+    def _value_of(self, loss: Tensor) -> Tensor:
+        """The value of a loss. It may be a multiple of a number whose memory was freed, as Megatron scales it."""
+        if not self._freed or not loss.requires_grad:
+            return loss
+        numbers = [tensor for tensor, _ in self._freed]
+        found = torch.autograd.grad(loss, numbers, torch.ones_like(loss), retain_graph=True, allow_unused=True)
+        parts = [value * factor.reshape(value.shape) for (_, value), factor in zip(self._freed, found, strict=True)
+                 if factor is not None]  # fmt: skip
+        self._freed = [kept for kept, factor in zip(self._freed, found, strict=True) if factor is None]
+        return torch.stack(parts).sum(0).reshape(loss.shape) if parts else loss
 
     def take_gradients(self, parameters: Iterable[Tensor]) -> None:
         """These parameters' gradients are about to be clipped."""
@@ -86,14 +105,14 @@ class UpdateValues:
 
     @property
     def covered(self) -> bool:
-        """Whether all parameters with a gradient belong to optimizers that have stepped."""
+        """Whether optimizers that have stepped hold all parameters that require a gradient, and no other tensors."""
         stepped = {id(p) for one in self._optimizers.values() for group in one.param_groups for p in group["params"]}
         return stepped <= self.names.parameters.keys() and all(
             id(one.tensor) in stepped for one in self.names.listed if one.tensor.requires_grad
         )
 
     def take_after(self) -> None:
-        """The step is over: values of the parameters and states of the optimizers."""
+        """The step is over: record the values of the parameters and the states of the optimizers."""
         for one in self.names.listed:
             if one.tensor.requires_grad:
                 self.store.add(self.store.make_row("param_after", one.place), one.tensor, one.split)
@@ -133,7 +152,7 @@ class UpdateValues:
 
 
 def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:
-    """Have `before(parameters)` and `norm(total)` called around clipping by torch's functions and FSDP1's method.
+    """Have `before(parameters)` and `norm(total)` called around clipping by the functions of torch.nn.utils.
 
     The functions are replaced in torch; a module that imported one before keeps the original.
     """

@@ -49,7 +49,9 @@ class ThreadLaunches:
         self._said = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed with the launches)
 
     def start(self, found: RanksOfProgram, session: ProgramSession, output: Path) -> ForkedLaunch:
-        """Start the ranks of a program in this folder. Raises RequestError if its Python has no torch."""
+        """Start the ranks of a program in the working folder; they print to `output`. Raises RequestError if its Python
+        has no torch.
+        """
         server = self._server_of(found.python)
         order: dict[str, Any] = {"session": session.text, "ranks": found.ranks, "program": found.program}
         order |= {"folder": os.getcwd(), "environ": {**ONE_THREAD, **os.environ}, "output": str(output.resolve())}

@@ -89,7 +89,7 @@ class _Recording:
         return None if tables is None else self._recorders.get(tables.rank)
 
     def _begin_training(self) -> None:
-        """A rank trains: all packages that the program uses are imported."""
+        """A rank trains: by now the program has imported all packages that it uses."""
         self._hooks.watch_fsdp()
         if (problem := self.modules.find_shared_state()) is not None:
             _refuse(problem)

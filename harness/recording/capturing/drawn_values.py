@@ -1,8 +1,8 @@
 """Numbers that a program draws and does not return: dropout masks, recorded or replaced, and initial parameters.
 
 torch draws a mask by `aten.bernoulli_` (nn.Dropout and its kin, F.dropout, scaled_dot_product_attention's own formula)
-or within `aten.native_dropout` (GPUs). A dispatch mode sees both, of a DTensor with its place. Masks that a program
-makes by `torch.rand`, or inside a fused attention kernel, are not seen.
+or within `aten.native_dropout` (GPUs). A dispatch mode sees both, and of a DTensor where its part lies. Masks that a
+program makes by `torch.rand`, or inside a fused attention kernel, are not seen.
 
 A parameter is a leaf that requires a gradient. Code creates, casts and sets it, and from the first backward on only the
 optimizer writes to it. A model may be called before its weights are loaded. So the initial value of a parameter is the
@@ -54,7 +54,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WithMasks:
-    """The subject, with the masks that it draws in its outcome (see `taken_out`).
+    """The subject; its outcome also has the masks that it draws (see `taken_out`).
 
     With `joint`, these replace its own masks, in the order of the draws; `words` are passed on.
     """
@@ -77,7 +77,7 @@ class WithMasks:
 
 
 class DropoutProbe(DispatchMode):
-    """Records the masks of its thread in `found`; with `joint`, replaces those that forwards draw.
+    """Records the masks of its thread in `found`; with `joint`, it replaces those of forwards and records none.
 
     A recomputation gets the mask of its forward, since it begins with the same state of the generator.
     """
@@ -149,7 +149,7 @@ _NEARER = 0.5
 
 
 class FirstValues(DispatchMode):
-    """Records each leaf that requires a gradient when an operator of its thread first reads it, and calls `on_leaf`."""
+    """Records the first values of leaves that require a gradient; calls `on_leaf` when an operator first reads one."""
 
     def __init__(self, on_leaf: Callable[[Tensor], object] = lambda leaf: None) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class FirstValues(DispatchMode):
         self._later: set[tuple[object, ...]] = set()
         self._leaves: set[int] = set()
         self._computed: set[int] = set()
-        """The storages of leaves, and of tensors computed from them."""
+        """The storages of tensors computed from leaves, without those of the leaves."""
         self._trains = False
         """Whether a backward has run."""
 
@@ -181,7 +181,7 @@ class FirstValues(DispatchMode):
                 place = storage_id(own), own.storage_offset(), tuple(own.shape), own.stride()
                 if place in self._noted and not self._trains:
                     kept, before = self._noted[place]
-                    if not same_bits(own.detach(), before):  # a copy of each reading would take its time
+                    if not same_bits(own.detach(), before):  # copying at each reading would cost time
                         self._noted[place] = kept, own.detach().clone()
                 if place not in self._noted:
                     kept = own.untyped_storage()  # kept alive, so that no other memory gets its number
@@ -194,7 +194,7 @@ class FirstValues(DispatchMode):
             return NotImplemented
         given = {*map(storage_id, tensors)} if self._leaves else set()
         result = operator(*args, **(kwargs or {}))
-        if not self._leaves:  # and so nothing is computed from it
+        if not self._leaves:  # nothing is computed from a leaf yet
             return result
         made = {storage_id(one) for one in leaves(result) if isinstance(one, Tensor)}
         if given.isdisjoint(self._leaves) and given.isdisjoint(self._computed):
@@ -257,7 +257,7 @@ def first_blocks(outcome: Mapping[str, Sequence[Block]]) -> dict[str, Block]:
 
 
 def _nearest(after: Tensor, values: Sequence[Tensor]) -> Tensor | None:
-    """The value that is nearest by far; None without one."""
+    """The value that is nearest by far (_NEARER); None if there is none."""
     alike = [value for value in values if value.shape == after.shape and value.is_complex() == after.is_complex()]
     if not alike or not (after.is_floating_point() or after.is_complex()):
         return None

@@ -33,7 +33,7 @@ from shardproof.harness.torch_internals.autograd import has_hooks
 
 
 class ModuleWatch(Watch):
-    """Receives every call of a module on every rank, with the step, micro-batch and path of it."""
+    """Receives every call of a module on every rank, and says its step, micro-batch and path (`place`)."""
 
     def __init__(self, on_output: OnOutput, on_input: OnInput | None = None) -> None:
         super().__init__(self._make_emit, on_output, on_input=on_input)
@@ -52,7 +52,7 @@ class ModuleWatch(Watch):
         return attribution.current(lane.number), path
 
     def names_one(self, rank: int, path: str) -> bool:
-        """Whether all modules that were called on this rank under this path are one module and its wrappers."""
+        """Whether the modules that were called on this rank under this path are one module and its wrappers."""
         return (rank, path) not in self._shared
 
     def _make_emit(self, rank: int) -> Emit:

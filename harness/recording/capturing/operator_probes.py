@@ -6,11 +6,11 @@ within a module, or by functions after something was computed from a parameter. 
 data. Draws of Python's `random` and of numpy are not seen.
 
 Islands: arithmetic in a lower precision than the case's, such as rotary tables, routers, losses in float32, experts in
-bfloat16. A number of a narrower dtype (no integer) matters where it enters wider arithmetic: in an operator that reads
-one and returns a wider one. The search slows a run, so it is made only if an error of a case is of the size of rounding
-to a lower precision. Numbers computed in the case's dtype are rounded on the way, and each side may add them in another
-order. Constants (weights that were drawn in float32 and cast, samples, tables) are equal on both sides, if both have
-them, and then explain no error.
+bfloat16. A tensor of a narrower dtype matters, unless all its numbers are whole, where it enters wider arithmetic: in
+an operator that reads it and returns a wider one. The search slows a run, so it is made only if an error of a case is
+of the size of rounding to a lower precision. Numbers computed in the case's dtype are rounded on the way, and each side
+may add them in another order. Constants (weights that were drawn in float32 and cast, samples, tables) are equal on
+both sides, if both have them, and then explain no error.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Numbers:
 
     @classmethod
     def read(cls, name: str) -> "Numbers":
-        """The draw of a name."""
+        """The draw that `written` gave this name."""
         operator, place, module, bits, forward = name.split(_SEPARATOR)
         return cls(operator, place, module, bits, forward == "1")
 
@@ -86,7 +86,7 @@ class Probed:
 
 class DrawnNumbers(DispatchMode):
     """Records the draws of its thread in `found`, in their order, without those of backward; with or without those of
-    dropout. First values of parameters belong to no forward, also those of a model that is built during training.
+    dropout. First values of parameters belong to no forward, even if their model is built during training.
     """
 
     def __init__(self, *, dropout: bool) -> None:
@@ -133,14 +133,14 @@ class DrawnNumbers(DispatchMode):
 
 
 def _is_seed(operator: Any, drawn: Any) -> bool:
-    """Whether this is one integer of all that its dtype has: a seed, as a DataLoader draws one, and no number of a
-    model. What is drawn from it is seen by itself.
+    """Whether one integer was drawn from the whole range of its dtype: a seed, as a DataLoader draws one, and no number
+    of a model. What is drawn from the seed is seen by itself.
     """
     return operator is torch.ops.aten.random_.default and drawn.numel() == 1 and not drawn.is_floating_point()
 
 
 def running_module(paths: Paths) -> str | None:
-    """The path of the module whose forward runs, None outside of all; `paths` keeps those that were found."""
+    """The path of the module whose forward runs, None outside of all; its outermost module is added to `paths`."""
     inner: nn.Module | None = None
     outer: nn.Module | None = None
     frame = sys._getframe(1)

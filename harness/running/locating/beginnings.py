@@ -222,7 +222,7 @@ class _Begun:
     every: tuple[Tensor, ...]
 
     def lacks(self, initial: Mapping[str, Tensor]) -> bool:
-        """Whether no parameter of the rank begins with the truth's values."""
+        """Whether no parameter of the rank begins with the true values of this part."""
         true = self.block.part_of(initial[self.name])
         return not any(_equal(local, true) for local in self.every)
 

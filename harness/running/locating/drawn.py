@@ -2,7 +2,7 @@
 
 Ranks and truth run once more with every draw recorded (harness.recording.capturing.operator_probes), unless the forward
 was compared and is right. Numbers that are given to the truth (masks of dropout, initial values) do not count. Our
-decoder draws none, so its ranks are watched only if the random state of the process has changed.
+decoder draws none; where it is the truth, ranks are watched only if they changed the random state of the process.
 """
 
 from collections.abc import Collection

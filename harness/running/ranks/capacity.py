@@ -21,7 +21,8 @@ _PROCESS_BYTES = 2**27
 
 
 def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None) -> None:
-    """Raise RequestError for the first case with too many ranks, or larger than the limit or this machine's memory.
+    """Raise RequestError for the first case with too many ranks, else for the first that is larger than `limit_bytes`
+    (None: this machine's memory).
 
     For a case in a subject's own words only the number of ranks is known.
     """

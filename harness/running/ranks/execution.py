@@ -49,8 +49,8 @@ class RankTask:
     """A run of a subject, as ranks in other processes receive it. `subject`: "module:object", or a callable to pickle.
 
     `text` is the ledger's column `case`. `record` makes the ledger. `watch` captures the activations that the subject
-    can place, of the `observed` step and micro-batch, and measures what autograd saves; with `overlap` also which calls
-    overlap. The ledger's times begin at `origin_s`, of time.perf_counter.
+    can place, of the `observed` step and micro-batch, and measures what autograd saves. `overlap` measures which calls
+    overlap with products. The ledger's times begin at `origin_s`, of time.perf_counter.
     """
 
     case: CaseLike
@@ -169,7 +169,7 @@ def _stopwatch(device: torch.device) -> "Stopwatch | None":
 def _enter_watching(
     task: RankTask, subject: Subject, device: torch.device, origin_s: float | None, entered: ExitStack
 ) -> Watching:
-    """The observers of the ranks of this process that a task asks for, made and entered."""
+    """Make and enter the observers that a task wants of the ranks of this process."""
     case, recorder = task.case, None
     saved = SavedActivations() if task.watch else None
     places = task.watch and offers(subject, "activations")

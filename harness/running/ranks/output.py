@@ -125,7 +125,7 @@ class _Stream:
         return getattr(self.under, name)
 
     def write(self, text: str) -> int:
-        """Write the lines of a rank that no other rank has written, and everything written outside of ranks."""
+        """Write the lines that no rank has printed so often in any run, and everything written outside of ranks."""
         mine = _PRINTED.get()
         if mine is None or sys.gettrace() is not None:
             self.under.write(text)

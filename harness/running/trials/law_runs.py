@@ -95,8 +95,8 @@ def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int
     the subject takes that, the last pair also changes the numbers of context ranks and stages. Refused sizes are left
     out.
 
-    Empty if the subject takes the case more exactly (`most_exact`), if its mathematics depends on which rank holds
-    what, or without a data axis. A subject with cases of its own has one if any of these has several data ranks.
+    Empty unless the case is `most_exact`, if the subject's mathematics depends on which rank holds what, or without a
+    data axis. A subject with cases of its own has one if any of these has several data ranks.
     """
     dp, named = getattr(case, "dp", 0), own_cases(subject)
     has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))

@@ -83,8 +83,8 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
 def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     """The lower precision that the subject declares for this case; None without one.
 
-    A `wire_dtype` counts only if the ledger has such a call of that dtype: otherwise nothing was rounded to be sent. No
-    declaration counts if a call for which that dtype is not declared has it too.
+    A `wire_dtype` counts only if the ledger has such a call of that dtype: otherwise nothing was rounded to be sent. If
+    a call has such a dtype that is not declared for it, no declaration counts.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
     sent = {(each.dtype, each.op, f"{each.op} over {each.axis}") for each in calls.events if each.group_size > 1}
@@ -158,7 +158,7 @@ def _dtypes_that_may_explain(trial: Trial, dtype: str, wrong: Sequence[Measured]
     """The dtypes lower than this one whose rounding may cause errors as large as these."""
     if not wrong:
         return set()
-    # Movements of parameters do not count: a step of an optimizer may make any size of tiny gradients.
+    # Movements of parameters do not count: an optimizer may make steps of any size from tiny gradients.
     largest = max((one.error for one in wrong if kind_of(one.name) not in MOVED), default=0.0)
     share = _USUAL if trial.verdict_alone else 1.0
     return {lower for lower in narrower(dtype) if largest <= share * _LARGEST[lower]}

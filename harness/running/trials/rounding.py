@@ -1,6 +1,6 @@
 """The findings of a run: a tensor that looks wrong is judged only after all that is known of rounding was applied.
 
-In float64 every tensor is first compared with training from the start, which rounding leaves alone (1e-13) unless
+In float64 every tensor is first compared with training from the start, which rounding changes by about 1e-13 unless
 training amplifies it. Where the first step agrees and a later one does not:
 
 1. Every step is compared with the dense model's step from the state that the subject had before it. What Adam may make
@@ -15,7 +15,7 @@ Tensors beyond these limits are judged again where the case computes or sends in
 (harness.running.trials.lower_precision).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -51,7 +51,7 @@ is reversed.
 FURTHER_PARTS = (10, 12, 14)
 """The same for errors of at most NEAR limits. With an even number the decoder uses torch's fused attention."""
 NEAR = 3.0
-"""The limit of an error may be too small by this factor at most, because all control runs were lucky."""
+"""The limit of an error may be too small by this factor at most, because all control runs happened to differ little."""
 _OF_PARAMETERS = ("grad", "param")
 """Kinds of tensors with the shapes of parameters."""
 _LARGE = 2**20
@@ -105,23 +105,23 @@ def may_be_rounding(trial: Trial, run: RecordedRun, wrong: Collection[Measured])
     return bool(doubts) and (all(doubts) if trial.verdict_alone else any(doubts))
 
 
-def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Truth:
-    """The truth with the control runs of MORE_PARTS, since a single one may be lucky, and with what a relu may flip.
+def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Iterator[Truth]:
+    """The truth with one control run more each time, and at last with everything that may bound these errors.
 
-    With large tensors the runs end as soon as no error is beyond its limit, since each costs as much as the ranks. If
-    an error is just beyond its limit, the runs of FURTHER_PARTS are added, since all may have been lucky. If it still
-    is, a choice may have gone another way: a truth of the subject's own gets AMPLIFIED runs, and for our dense model
-    such choices are bounded by relu flips and by Adam's bound.
+    The control runs are those of MORE_PARTS, since one may differ little by chance. If an error is just beyond its
+    limit then, those of FURTHER_PARTS are added, since all may have done so. If it still is, a choice may have gone
+    another way: a truth of the subject's own gets AMPLIFIED runs, and for our dense model such choices are bounded by
+    relu flips and by Adam's bound.
     """
     names, states, before = trial.reference, truth.controls.states, truth.tensors
     for parts in MORE_PARTS:
         truth = _with_control_run(trial, run, truth, parts)
-        if truth.controls.distances and _find_furthest(run, truth, wrong) <= 1:
-            break
+        yield truth
     for parts in FURTHER_PARTS:
         if not 1 < _find_furthest(run, truth, wrong) <= NEAR:
             break
         truth = _with_control_run(trial, run, truth, parts)
+        yield truth
     controls = truth.controls
     if names.own is not None and _find_furthest(run, truth, wrong) > 1:
         runs = (trial.dense(names.control, part="control", parts=parts) for parts in AMPLIFIED)
@@ -130,7 +130,7 @@ def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection
     flips = tuple(_from_states(trial, model.measure_relu_flips, states, side=side) for side in (1, -1)) if model else ()
     every = {} if states is None else {**trial.dense(names.truth), **before}
     bound = {} if states is None else _adam_bound(trial, states, every, controls.runs)
-    return replace(truth, controls=replace(controls, relu_flips=flips, adam_bound=bound))
+    yield replace(truth, controls=replace(controls, relu_flips=flips, adam_bound=bound))
 
 
 def _with_control_run(trial: Trial, run: RecordedRun, truth: Truth, parts: int) -> Truth:
@@ -241,11 +241,19 @@ def _is_conditioned(trial: Trial, truth: Truth, name: str) -> bool:
 def _with_more_controls(
     trial: Trial, evidence: Evidence, findings: dict[str, Finding], checks: Mapping[str, Check]
 ) -> Found:
-    """The findings with more control runs, if rounding may explain what is wrong."""
+    """The findings with more control runs, if rounding may explain what is wrong.
+
+    Limits only grow with control runs, so the runs end as soon as nothing is beyond its limit.
+    """
     wrong = wrong_of(findings)
     if not may_be_rounding(trial, evidence.run, wrong):
         return evidence, findings
-    evidence = replace(evidence, truth=add_controls(trial, evidence.run, evidence.truth, wrong))
+    for truth in add_controls(trial, evidence.run, evidence.truth, wrong):
+        evidence = replace(evidence, truth=truth)
+        if _find_furthest(evidence.run, truth, wrong) <= 1:
+            again = _judge_again(evidence, findings, checks)
+            if not wrong_of(again):
+                return evidence, again
     return evidence, _judge_again(evidence, findings, checks)
 
 

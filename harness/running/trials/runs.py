@@ -58,7 +58,7 @@ def deviations_of(trial: Trial) -> Mapping[str, float]:
 
 
 def ask_subject(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
-    """A statement of the subject about itself. If its own code fails, that is a problem of this check: `without`."""
+    """A statement of the subject about itself. If its own code fails, `without`, and a noted problem of this check."""
     try:
         return ask()
     except Unanswered as problem:  # no verdict on the run, but it must not look as if nothing were stated
@@ -185,8 +185,8 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
 def _first_values_of_ranks(trial: Trial, own: "OwnTruth | None", truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The initial values of the ranks' parameters, for a truth of the subject's own that shows none.
 
-    Such a truth is written in numpy, or its parameters are no leaves of autograd. Its own initial values are not
-    rounded to the case's dtype, which in 16 bits is more than a step.
+    Such a truth is written in numpy, or its parameters are no leaves of autograd. Empty in 16 bits: the truth begins
+    with values that are not rounded to the case's dtype, and there such a rounding is more than a step.
     """
     narrow = getattr(torch, trial.case.dtype).itemsize <= 2
     if own is None or narrow or not any(kind_of(name) in MOVED for name in truth):
@@ -221,7 +221,7 @@ def _known_differences(trial: Trial) -> "Deviations | None":
 
 
 def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], list[Flaw]]:
-    """The truth computed from what the ranks drew, or what of that did merge, with the flaws for which there is none.
+    """The truth computed from what the ranks drew, and no flaws; or what of that did merge, and why there is no truth.
 
     Flaws are of what does not merge, or was returned by no rank although the truth looks it up.
     """

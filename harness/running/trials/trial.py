@@ -161,7 +161,7 @@ class Truths:
 
     def of(self, case: CaseLike, name: Hashable, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """The outcome of this function of the reference for this case, computed unless it is known."""
-        if case != self._case:  # frees the results of the case before, and then computes more
+        if case != self._case:  # frees the results of the case before, ahead of computing more
             self._case, self._outcomes = case, {}
         if name not in self._outcomes:
             self._outcomes[name] = compute()

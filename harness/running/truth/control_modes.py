@@ -16,10 +16,10 @@ control runs are then as far from the truth as those of the same function writte
 With parts of PERTURBED nothing is cut: the result of every operator is off by a random part of its own rounding.
 The outcome shows how far a model amplifies rounding of any kind.
 
-A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR times as far. They do not bound choices:
-which of two logits is larger, or the sign of a gradient of which Adam makes a whole step. A right program may choose
-otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much, and turn often what
-such an error can turn at all.
+CONTROL_FACTOR times the effect in a few control runs bounds results that depend smoothly on numbers. It does not bound
+choices: which of two logits is larger, or the sign of a gradient of which Adam makes a whole step. A right program may
+choose otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much, and often
+change the choices that such an error can change.
 """
 
 import threading
@@ -137,6 +137,18 @@ def _addmm(parts: int, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return _mm(parts, left, right) + bias
 
 
+def _mv(parts: int, left: Tensor, right: Tensor) -> Tensor:
+    return _mm(parts, left, right.unsqueeze(-1)).squeeze(-1)
+
+
+def _dot(parts: int, left: Tensor, right: Tensor) -> Tensor:
+    return _mv(parts, left.unsqueeze(0), right).squeeze(0)
+
+
+def _addmv(parts: int, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return _mv(parts, left, right) + bias
+
+
 def _sum(parts: int, tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
     """The sum over these dimensions (all, when there are none) by slices of the longest, each summed in turn."""
     over = [dim % tensor.dim() for dim in dims] if dims else list(range(tensor.dim()))
@@ -179,6 +191,9 @@ _CUT: Mapping[Any, Callable[..., Tensor]] = {
     aten.bmm.default: _mm,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm,
+    aten.mv.default: _mv,
+    aten.addmv.default: _addmv,
+    aten.dot.default: _dot,
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _whole,
 }

@@ -188,7 +188,7 @@ class OwnTruth:
         return (merged.tensors if in_own_words(case) else _by_data_rank(merged.tensors, case)), draws[0]
 
     def with_masks(self, given: Mapping[str, Tensor] | None) -> WithMasks:
-        """The subject that is the truth, on its ranks."""
+        """The subject that is the truth, with what the ranks of the case drew and chose."""
         subject = self.dense.subject if isinstance(self.dense, OnRanks) else self.subject
         return WithMasks(subject, self._joint(given), self._passed_on(given))
 

@@ -1,10 +1,10 @@
 """Random errors of the size of rounding in what operators return: Monte Carlo arithmetic.
 
 A result is multiplied by 1 + epsilon * u with u uniform between -1/2 and 1/2. So a computation in a wide dtype carries
-the errors that a narrower one would give it, whatever its text says. A computation in its own dtype shows how far it
-amplifies rounding of any kind.
+the errors that a narrower one would give it, whatever dtypes its code names. A computation in its own dtype shows how
+far it amplifies rounding of any kind.
 
-A contraction (a product of matrices, a sum) rounds more than its result. Kernels add up its n terms in the narrow
+A contraction (a product of matrices, a sum) rounds not only its result. Kernels add up its n terms in the narrow
 dtype, or in float32 where that is wider. So its terms are moved too. The k-th of n independent terms, added one after
 the other, is rounded with a sum of k. All roundings come to sqrt((n + 1) / 2) of the last one, and terms are moved as
 far (Higham and Mary 2019, doi:10.1137/18M1226312). Sums of rows take this order in the narrow dtype itself
@@ -44,12 +44,12 @@ PRODUCTS = frozenset(
 )
 """Operators of aten that multiply matrices."""
 _SUMS = frozenset("cumsum linalg_vector_norm logcumsumexp logsumexp mean prod std sum var".split())
-"""Operators of aten that add up the numbers of their first argument."""
+"""Operators of aten that add up, or multiply, the numbers of their first argument."""
 _ROW_SUMS = frozenset(
     "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward "
     "embedding_dense_backward".split()
 )
-"""Operators of aten whose results but the first, or whose only one, are sums over the rows of their first argument."""
+"""Operators of aten whose only result, or each but the first, is a sum over the rows of their first argument."""
 _EXACT = frozenset(
     "abs amax amin bernoulli cat clamp clamp_max clamp_min clone constant_pad_nd copy cummax cummin diag_embed "
     "diagonal_scatter dropout embedding fill flip floor ceil round trunc gather index index_fill index_put "
@@ -69,17 +69,17 @@ _WIDE = torch.finfo(torch.float32).eps
 
 
 _SHARE = ROUNDING * math.sqrt(12)
-"""The error of one rounding in units of that of a number that is moved anywhere within half an epsilon."""
+"""The error of one rounding, in units of the error of a number that is moved uniformly by up to half an epsilon."""
 
 
 class RandomRounding(DispatchMode):
     """Moves what operators of its thread return by a random part of rounding; `products`: the epsilons of the dtypes in
     which matrices were multiplied.
 
-    `units`: dtype -> the epsilon by which results in it are moved; those in other dtypes stay. With `inputs`, so are
-    numbers that follow from constants and draws alone: initial values, samples, tables. With `leaving`, numbers
+    `units`: dtype -> the epsilon by which results in it are moved; those in other dtypes stay. With `inputs`, numbers
+    that follow from constants and draws alone are moved too: initial values, samples, tables. With `leaving`, numbers
     of these dtypes are moved once more where they enter wider arithmetic: in their own dtype they move by whole units
-    alone. Another `seed` is another run; ranks with one seed move what they compute alike by the same.
+    alone. Another `seed` is another run; ranks with one seed move equal results by equal amounts.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RandomRounding(DispatchMode):
         if operator.namespace == "_c10d_functional":  # it returns before its result is there, which is waited for later
             return self.compute(operator, args, kwargs)
         name, new, exact = _kind_of(operator)
-        if not self._units or not (self._inputs or self._computes(args, kwargs)):
+        if not self._units or not (self._inputs or name in PRODUCTS or self._computes(args, kwargs)):
             return self._note_product(name, self.compute(operator, args, kwargs))
         if name in PRODUCTS or name in _SUMS:
             args = self._terms_moved(name, args)
@@ -137,17 +137,14 @@ class RandomRounding(DispatchMode):
                     x.copy_(self._move_randomly(x))
 
     def _computes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operator is given a parameter, a number in a dtype not of `units`, or what follows from such."""
+        """Whether an operator is given a parameter, or what follows from parameters or products of matrices."""
         real = (x for x in leaves((args, kwargs)) if _is_real(x))
-        return any(
-            x.dtype not in self._units or (x.requires_grad and x.is_leaf) or storage_id(x) in self._computed
-            for x in real
-        )
+        return any((x.requires_grad and x.is_leaf) or storage_id(x) in self._computed for x in real)
 
     def _remember(self, result: Any) -> None:
         """Remember the memory of what is computed for as long as it lives."""
         for x in () if self._inputs else leaves(result):
-            if _is_real(x) and x.dtype in self._units and storage_id(x) not in self._computed:
+            if _is_real(x) and storage_id(x) not in self._computed:
                 key = storage_id(x)
                 gone = functools.partial(self._computed.pop, key)
                 self._computed[key] = weakref.ref(numbers_of(x).untyped_storage(), gone)
@@ -175,7 +172,7 @@ class RandomRounding(DispatchMode):
     def _move_randomly(self, x: Any, terms: int = 0, *, narrow: bool = False) -> Any:
         """A tensor moved by its dtype's unit, or by the rounding of a sum of `terms` of it; anything else as it is.
 
-        A number that was kept in the narrow dtype was rounded when it was made, and only the sum of it rounds.
+        A number that was kept in the narrow dtype was rounded when it was made: only the rounding of the sum is added.
         """
         if not _is_real(x) or x.dtype not in self._units:
             return x
@@ -197,7 +194,7 @@ class RandomRounding(DispatchMode):
         return moved.where(x != x.round(), x)  # whole numbers and infinities stay
 
     def _move_arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """The arguments, numbers of the dtypes of `units` moved in the wider dtype of what they are computed to."""
+        """The arguments; those in dtypes of `units` are converted to the wider dtype of the result, and moved there."""
         given = any(isinstance(x, Tensor) and x.dtype in self._units for x in leaves(args))
         if not given:
             return args

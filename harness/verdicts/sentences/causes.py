@@ -182,7 +182,9 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "starts_otherwise": "initial values: rank {rank} begins with another {name} than the truth, before any step",
     "draws": _draws,
     "masks_drawn_anew": "recomputation drew masks that its forward did not draw",
-    "one_mask": lambda ranks, axis: f"{_some_ranks(ranks)} hold different shards over {axis} and drop by one mask",
+    "one_mask": lambda ranks, axis: (
+        f"{_some_ranks(ranks)} hold different shards {f'over {axis} ' if axis else ''}and drop by one mask"
+    ),
     "own_masks": lambda ranks: f"{_some_ranks(ranks)} hold the same tensor and drop by independent masks",
     "mask_of_other": lambda module, ranks: (
         f"{name_ranks(ranks)} drop{'s' * (len(ranks) == 1)} by a mask of {module}, which other ranks alone compute"

@@ -205,6 +205,7 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "other_deviation": "{name} has a standard deviation of {deviation:.3g}, which must be {right:.3g}",
     "equal_starts": "{name} on rank {rank} holds the numbers of {other} on rank {other_rank}",
     "saved_differs": "{name}: the files of the checkpoint and {beside} differ {how:fact}",
+    "saved_lacks": "the files of the checkpoint lack {lost} of {count} tensors that the truth's has, first {name}",
     "nothing_saved": "the ranks returned nothing that was saved",
     "saved_right": "{count} tensors of the checkpoint are those of the ranks in every bit",
     # masks of dropout

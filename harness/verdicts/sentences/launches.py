@@ -97,6 +97,8 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "proves_nothing": "this proves nothing: {why:fact}",
     "runs_apart": "two runs of launch A differ too",
     "no_same_init": "{name} did not get launch A's initial value: {why}",
+    "own_number": "its stage numbers its layers by itself, and it is {name} of launch A; legal: shardproof parity "
+    "--same-init, which launches B twice",
     "numbers_drawn": "numbers are drawn in {names:list}, others on each launch; legal: --no-dropout",
     "rounding_unknown": "no run of launch A with its rounding moved says whether rounding is behind it; legal: "
     "--control FOLDER (record --values --perturb 1), or --dtype float64",

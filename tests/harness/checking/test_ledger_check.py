@@ -64,6 +64,22 @@ def test_a_call_in_another_phase_is_that_of_its_own_module() -> None:
     }
 
 
+def test_a_call_that_is_made_too_late_is_missed_where_it_was_due() -> None:
+    """Unless the first pass makes it in its place: then it is first wrong where a later pass makes it."""
+
+    def first_line(step: int) -> tuple[str, str]:
+        moved = [event.region == "layers.0.mlp.w1" and event.step == step for event in events()]
+        pairs = zip(events(), moved, strict=True)
+        late = [replace(event, phase="grad_sync", region="") if is_late else event for event, is_late in pairs]
+        line = find_differences(late, TERMS, range(2), MODULES)[0].line
+        return line.phase, line.region
+
+    assert first_line(0) == ("backward", "layers.0.mlp.w1")
+    assert first_line(1) == ("grad_sync", "")
+    early = [replace(event, region="head") if event.region == "layers.0.mlp.w1" else event for event in events()]
+    assert find_differences(early, TERMS, range(2), MODULES)[0].line.region == "head", "made before it is due"
+
+
 def test_the_first_difference_is_the_first_in_training_order() -> None:
     ledger = without(without(events(), phase="backward", region="layers.0.mlp.w1"), phase="backward", region="head")
     finding = judged(ledger)

@@ -181,12 +181,17 @@ def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_a
     assert not any(name in control for control in apart.controls.runs for name in distances)
     assert all(measured(seen.run, apart, name) == measured(seen.run, whole, name) for name in distances)
     every = len((*MORE_PARTS, *FURTHER_PARTS))
-    for factor, near, runs in ((1.0, NEAR, 1), (2.0, NEAR, len(MORE_PARTS)), (2.0, 1e9, every)):
+    for factor, near, runs in ((1.0, NEAR, len(MORE_PARTS)), (2.0, NEAR, len(MORE_PARTS)), (2.0, 1e9, every)):
         monkeypatch.setattr(rounding, "NEAR", near)
         tensors = {**seen.run.tensors, NAME: factor * seen.run.tensors[NAME]}
         run = seen.run.with_tensors(tensors)
-        found = add_controls(trial, run, apart, [measured(run, apart)]).controls
+        *_, truth = add_controls(trial, run, apart, [measured(run, apart)])
+        found = truth.controls
         assert len(found.distances[NAME].runs) == len(found.runs) == 1 + runs
+    wrong_ones = iter(([measured(seen.run, apart)], []))
+    monkeypatch.setattr(rounding, "wrong_of", lambda _: next(wrong_ones))
+    again, _ = rounding._with_more_controls(trial, replace(seen, truth=apart), {}, {})
+    assert len(again.truth.controls.runs) == 2, "they end as soon as nothing is beyond its limit"
 
 
 @pytest.mark.deep("three CPU seconds")

@@ -18,6 +18,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.mask_checks import binomial, check_masks, hypergeometric
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import DocumentLeak, Documents, Evidence, Repeats
+from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
@@ -28,7 +29,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reference.case import Case
 from shardproof.reference.training import truth as dense
 from tests.harness.noted import reasons_of
-from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth
+from tests.harness.toy_evidence import TERMS, but, case, evidence, named, outcome_of, planted, truth
 
 
 def right_ranks() -> tuple[dict[str, object], ...]:
@@ -95,6 +96,17 @@ def test_a_right_save_passes_and_one_of_another_shape_does_not() -> None:
     assert run_checks(evidence(*saved_as(torch.clone), truth=right))["saved"].verdict == PASS
     kept = run_checks(evidence(*saved_as(lambda whole: torch.cat([whole, whole[:1]])), truth=right))
     assert named(kept, FAIL) == {"merge"}
+
+
+def test_files_of_a_checkpoint_that_lack_what_the_ranks_hold_fail() -> None:
+    bias, steps = "saved/param/layers.0.mlp.w2.bias", "saved/steps"
+    right = {**truth(), SAVED: truth()[PARAM], bias: truth()[bias.partition("/")[2]], steps: torch.tensor(2)}
+    seen = evidence(*saved_as(torch.clone), truth=right)
+    found = run_checks(seen)
+    assert named(found, FAIL) == {"saved"} and found["saved"].names == (bias,)
+    assert explanation_of(seen, found).first.phase == "checkpoint"
+    assert not named(run_checks(but(seen, declared=("saved/*",))), FAIL), "left out on purpose"
+    assert not named(run_checks(evidence(*right_ranks(), truth=right)), FAIL), "a subject that reads no files"
 
 
 OF_KIND = {"init": "initial_values", "mask": "masks", "tokens": "tokens", "loss": "forward", "logits": "forward"}

@@ -231,3 +231,25 @@ def test_the_squares_of_a_small_gradient_are_no_zeros_beside_those_of_others() -
     size = sizes_of(wrong.run, wrong.truth)["exp_avg_sq_after"]
     assert compare_with_truth(wrong.run, wrong.truth, small, size).wrong
     assert compare_with_truth(wrong.run, wrong.truth, large, size).right
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_huge_numbers_have_a_size_and_the_largest_of_a_dtype_is_a_mask(dtype: str) -> None:
+    huge = drawn(40, seed=1) * 1e300
+    assert kind_rms({"mine/x": huge})["mine"] == pytest.approx(1e300, rel=0.5)
+    for wrong in (huge * 2, huge * 1.1, huge.roll(1)):
+        assert not measure("mine/x", wrong, huge, dtype=dtype, kind=kind_rms({"mine/x": huge})["mine"]).right
+    logits = drawn(40, seed=2)
+    masked = logits.masked_fill(logits > 1, torch.finfo(torch.float64).min)
+    kind = kind_rms({"logits/0": masked, "logits/1": logits})["logits"]
+    assert kind == pytest.approx(kind_rms({"logits/1": logits})["logits"]), "a mask has no size"
+    narrow = logits.masked_fill(logits > 1, torch.finfo(torch.float32).min)
+    assert all(measure("logits/0", value, masked, dtype=dtype, kind=kind).decidable for value in (masked, narrow))
+    for wrong in (
+        masked * 1.5,
+        masked + 0.1 * (logits < 0),
+        logits,
+        masked.roll(1),
+        logits.masked_fill(logits > 1, 9.0),
+    ):
+        assert not measure("logits/0", wrong, masked, dtype=dtype, kind=kind).right

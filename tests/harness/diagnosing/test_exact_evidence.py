@@ -10,8 +10,9 @@ from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.hypotheses.masks import from_masks
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.hypotheses.stated import of_checks, taken_where_skipped
+from shardproof.harness.protocols import Shard
 from tests.harness.diagnosing.test_causes_of_any_subject import SUMS, causes, norm, placed
-from tests.harness.toy_evidence import but, drawn, evidence
+from tests.harness.toy_evidence import but, case, drawn, evidence
 
 REDUCED = f"        {SUMS}\n            dist.all_reduce(tensor, group=group)"
 SCALED = "        model[0].weight.grad *= 1 + bool(group)"
@@ -76,6 +77,15 @@ def test_a_mask_of_a_module_that_other_ranks_compute_is_named_as_that() -> None:
     found = from_masks(Failure(evidence=seen, wrong=[MASK], numbers=[]))
     words = "rank 1 drops by a mask of layers.0.mlp, which other ranks alone compute"
     assert [(cause.id, cause.words) for cause in found] == [("other_numbers", words)]
+
+
+def test_two_ranks_of_no_common_axis_that_drop_by_one_mask_are_named() -> None:
+    """Ranks 1 and 2 of two axes of two: seeds that are one apart on both."""
+    own = [drawn(2, 64, seed=seed) > -1 for seed in (3, 4, 4, 5)]
+    shards = [Shard(mask, (2 * rank, 0), (8, 64)) for rank, mask in enumerate(own)]
+    seen = evidence(*({MASK: shard} for shard in shards), case=case("mode=tp tp=2 cp=2 seq=16"), unmergeable=True)
+    found = from_masks(Failure(evidence=seen, wrong=[MASK], numbers=[]))
+    assert [cause.words for cause in found] == ["ranks 1, 2 hold different shards and drop by one mask"]
 
 
 def test_stages_of_a_pipeline_are_no_replicas_of_each_other() -> None:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.records import Evidence
+from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.hypotheses.sums import from_own_gradients, from_shares
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.outcome.merging import Outcomes
-from tests.harness.toy_evidence import but, case, drawn, evidence, outcome_of, planted, truth
+from shardproof.harness.terms import Term
+from tests.harness.toy_evidence import TERMS, a_term, but, case, drawn, evidence, outcome_of, planted, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
@@ -58,6 +60,21 @@ def test_a_mean_of_unequal_means_is_told_by_what_backward_leaves_on_ranks(
     merged = replace(seen.run.merged, tensors={**true, W1: value})
     found = from_own_gradients(but(seen, merged=merged, before_sums=given), [W1])
     assert [cause.words for cause in found] == words
+
+
+def test_parts_of_a_gradient_whose_sum_is_due_nowhere_are_left_by_backward() -> None:
+    """Where the expectation has a sum behind backward that may hold them, that is the place. A norm's call cannot."""
+    true = truth()
+    mine = [outcome_of(rank, {**true, BIAS: true[BIAS] * (rank == 0)}) for rank in range(2)]
+    own = [Block(local=true[BIAS] * (rank == 0), offsets=(0,), global_shape=(6,)) for rank in range(2)]
+    seen = but(evidence(*mine), before_sums=tuple({BIAS.removeprefix("grad/"): one} for one in own))
+
+    def phase_with(*terms: Term) -> str:
+        return first_place(but(seen, expectation=(*TERMS, *terms)), [BIAS], None).phase
+
+    summed = a_term(phase="grad_sync", region="", payload_bytes=48, calls=1)
+    assert phase_with() == phase_with(replace(summed, payload_bytes=8)) == "backward"
+    assert phase_with(summed) == first_place(but(seen, expectation=None), [BIAS], None).phase == "grad_sync"
 
 
 LOCAL = TOKENS.sum() / TOKENS.sum(1)

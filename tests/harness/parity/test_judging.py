@@ -1,7 +1,7 @@
 """Two recorded launches judged: right ones agree under every layout, each mistake is found where it was made."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -318,6 +318,24 @@ def test_weights_that_a_parameter_did_not_get_are_unknown_and_no_failure(tmp_pat
     result = judged(tmp_path, Toy(), Toy(dp=2, seed=3, about=about))
     assert result.verdict == "unknown"
     assert "head.weight did not get launch A's initial value" in statements(result, "unknown")["forward"]
+
+
+def test_a_stage_that_got_the_first_layer_of_its_number_is_unknown_and_no_failure(tmp_path: Path) -> None:
+    fed: list[Mapping[str, Any]] = [{"fed_by": -1}, {"fed_by": 0}]
+    toy = Toy(pp=2, edits={"start": first_block_twice})
+    launch = read_launch(toy.launch(tmp_path / "b"))
+    first = read_launch(Toy().launch(tmp_path / "a"))
+    assert judge_launches(first, _with_about(launch, fed)).verdict == "fail", "it drew the same numbers twice"
+    given = [{**about, "options": {"same_init": True}} for about in fed]
+    result = judge_launches(first, _with_about(launch, given))
+    assert statements(result, "fail") == {}
+    told = statements(result, "unknown")["forward"]
+    assert "its stage numbers its layers by itself, and it is layers.1.w2.weight of launch A" in told
+
+
+def _with_about(launch: Launch, about: Sequence[Mapping[str, Any]]) -> Launch:
+    ranks = (replace(rank, about={**rank.about, **own}) for rank, own in zip(launch.ranks, about, strict=True))
+    return replace(launch, ranks=tuple(ranks))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from torch import Tensor
 from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.parity.partners import Partners, find_partners
 from shardproof.harness.parity.recorded import Launch, read_launch
-from shardproof.harness.programs.values import ValueRow, append_values
+from shardproof.harness.parity.stages import names_by_stage, names_to_begin_with, pipeline_stages
+from shardproof.harness.programs.values import ValueRow, append_values, write_about
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 
@@ -23,8 +24,10 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def recorded(folder: Path, ranks: Sequence[Mapping[str, Tensor | Local]]) -> Launch:
-    """A launch whose ranks have these parameters."""
+def recorded(
+    folder: Path, ranks: Sequence[Mapping[str, Tensor | Local]], about: Sequence[Mapping[str, Any]] = ()
+) -> Launch:
+    """A launch whose ranks have these parameters, and these facts."""
     folder.mkdir(exist_ok=True)
     for rank, values in enumerate(ranks):
         rows, tensors = [], {}
@@ -34,6 +37,7 @@ def recorded(folder: Path, ranks: Sequence[Mapping[str, Tensor | Local]]) -> Lau
             rows.append(ValueRow(kind="param", step=0, name=name, **words))
             tensors[str(number)] = local.contiguous()
         append_values(folder, rank, 0, rows, tensors)
+        write_about(folder, rank, about[rank] if about else {})
     return read_launch(folder)
 
 
@@ -129,6 +133,74 @@ def test_parts_are_put_where_their_numbers_stand(case: str, tmp_path: Path) -> N
 def test_modules_of_a_stage_have_the_first_launchs_paths(tmp_path: Path) -> None:
     partners = find_partners(LAYERS, {}, recorded(tmp_path, CASES["stages that count their layers from 0"][1]))
     assert partners.path(1, "layers.1.w") == "layers.3.w" and partners.path(0, "layers.1") == "layers.1"
+
+
+CHAIN = [{"fed_by": source} for source in (-1, 3, 1, 0)]
+"""Samples pass through the ranks 0, 3, 1, 2."""
+ENDS = {"tokens.weight": drawn(5, 3, seed=20), "norm.weight": torch.ones(3), "head.weight": drawn(5, 3, seed=21)}
+
+
+def staged_by_order(before: str) -> list[dict[str, Tensor]]:
+    """By rank, one of four layers with other numbers than the first launch's, on the stage of its place in CHAIN."""
+    layer = {
+        f"{before}0.{leaf}": drawn(*LAYERS[f"layers.0.{leaf}"].shape, seed=30) for leaf in ("w.weight", "norm.weight")
+    }
+    ends = [
+        {"tokens.weight": ENDS["tokens.weight"]},
+        {},
+        {name: ENDS[name] for name in ("norm.weight", "head.weight")},
+        {},
+    ]
+    return [{**layer, **end} for end in ends]
+
+
+@pytest.mark.parametrize("before", ["layers.", ""], ids=["a list of layers", "a sequence"])
+def test_where_no_numbers_tell_it_the_order_of_the_stages_says_which_layer_it_is(before: str, tmp_path: Path) -> None:
+    launch = recorded(tmp_path / "b", staged_by_order(before), CHAIN)
+    partners = find_partners({**LAYERS, **ENDS}, {}, launch)
+    for rank, layer in enumerate((0, 2, 3, 1)):
+        placement = partners.placements[rank, f"{before}0.w.weight"]
+        assert (placement.names, placement.known) == ((f"layers.{layer}.w.weight",), False)
+        assert partners.path(rank, f"{before}0.w") == f"layers.{layer}.w"
+    assert pipeline_stages(launch) == [(0,), (3,), (1,), (2,)]
+    cycle = recorded(tmp_path / "c", staged_by_order("layers."), [{"fed_by": source} for source in (-1, 3, 1, 2)])
+    assert names_by_stage(LAYERS, cycle) == {}, "no order"
+    scattered = recorded(tmp_path / "d", [LAYERS, LAYERS], [{"fed_by": -1}, {"fed_by": 0}])
+    assert names_by_stage(LAYERS, scattered) == {} and pipeline_stages(scattered) == [], "data ranks that rank 0 feeds"
+
+
+def test_what_can_begin_alike_has_a_name_of_the_first_launch(tmp_path: Path) -> None:
+    first = {**LAYERS, **ENDS, "shared.weight": W}
+    launch = recorded(
+        tmp_path / "b",
+        [
+            {
+                "shared.weight": drawn(8, 6, seed=40),
+                "0.weight": drawn(5, 3, seed=41),
+                "1.w.weight": drawn(3, 3),
+                "1.norm.weight": torch.ones(3),
+            },
+            *({"0.w.weight": drawn(3, 3), "0.norm.weight": torch.ones(3)} for _ in range(2)),
+            {
+                "0.w.weight": drawn(3, 3),
+                "0.norm.weight": torch.ones(3),
+                "1.weight": torch.ones(3),
+                "2.weight": drawn(5, 3),
+                "out.weight": drawn(8, 6, seed=40),
+            },
+        ],
+        [
+            {"fed_by": -1, "drawn_parts": {"shared.weight": "a"}},
+            {"fed_by": 0},
+            {"fed_by": 1},
+            {"fed_by": 2, "drawn_parts": {"out.weight": "a", "2.weight": "b"}},
+        ],
+    )
+    names = names_to_begin_with(recorded(tmp_path / "a", [first]), launch)
+    assert names[0, "1.w.weight"] == "layers.0.w.weight" and names[3, "0.w.weight"] == "layers.3.w.weight"
+    assert names[3, "out.weight"] == "shared.weight", "tied: drawn alike"
+    assert names[0, "0.weight"] == "tokens.weight" and names[3, "2.weight"] == "head.weight", "in one order"
+    assert names[3, "1.weight"] == "norm.weight" and (0, "shared.weight") not in names
 
 
 def test_a_part_of_another_start_lies_where_the_ranks_other_parts_do(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EDITS = (
     *("sampler_seed", "missing_average", "loss_count", "norm_sum", "wrong_slice", "clip_early", "stale_gradient"),
-    *("factor_not_summed", "same_batch", "seed_by_rank", "frozen", "detached", "dropout"),
+    *("factor_not_summed", "same_batch", "seed_by_rank", "frozen", "detached", "dropout", "stage_gradient"),
 )
 BY_HAND = ("missing_average", "clip_early", "stale_gradient", "seed_by_rank")
 """Edits of a loop that averages gradients by hand."""
@@ -163,16 +163,16 @@ def cut_by_dtensor(model: GPT, size: int) -> None:
 
 
 class Stage(nn.Module):
-    """Half of the model, with layers counted from 0."""
+    """A stage of the model, with layers counted from 0."""
 
-    def __init__(self, model: GPT, stage: int) -> None:
+    def __init__(self, model: GPT, stage: int, stages: int) -> None:
         super().__init__()
-        half = len(model.layers) // 2
-        self.first = stage == 0
-        self.layers = nn.ModuleList(list(model.layers)[half * stage : half * (stage + 1)])
+        share = len(model.layers) // stages
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.layers = nn.ModuleList(list(model.layers)[share * stage : share * (stage + 1)])
         if self.first:
             self.tokens, self.places = model.tokens, model.places
-        else:
+        if self.last:
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,24 +180,28 @@ class Stage(nn.Module):
             x = self.tokens(x) + self.places(torch.arange(x.shape[1]))
         for layer in self.layers:
             x = layer(x)
-        return x if self.first else self.head(self.norm(x))
+        return self.head(self.norm(x)) if self.last else x
 
 
-def step_of_stage(stage: nn.Module, rank: int, x: Tensor, y: Tensor, width: int) -> None:
-    """Forward and backward of one batch over two stages."""
-    if rank == 0:
-        out = stage(x)
-        dist.send(out.detach().contiguous(), 1)
-        gradient = torch.empty_like(out)
-        dist.recv(gradient, 1)
-        torch.autograd.backward(out, gradient)
-    else:
-        given = torch.empty(*x.shape, width, dtype=next(stage.parameters()).dtype)
-        dist.recv(given, 0)
+def step_of_stage(stage: nn.Module, rank: int, x: Tensor, y: Tensor, args: argparse.Namespace) -> None:
+    """Forward and backward of one batch over all stages."""
+    given = torch.empty(*x.shape, args.width, dtype=next(stage.parameters()).dtype)
+    if rank:
+        dist.recv(given, rank - 1)
         given.requires_grad_()
-        F.cross_entropy(stage(given).flatten(0, 1), y.flatten()).backward()
+    out = stage(given if rank else x)
+    if rank == dist.get_world_size() - 1:
+        loss = F.cross_entropy(out.flatten(0, 1), y.flatten()) / args.accumulate
+        loss.data = torch.empty(())  # freed and scaled then, as Megatron does
+        (loss * torch.ones(1)).backward()
+    else:
+        dist.send(out.detach().contiguous(), rank + 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, rank + 1)
+        torch.autograd.backward(out, gradient)
+    if rank:
         assert given.grad is not None
-        dist.send(given.grad.contiguous(), 0)
+        dist.send(given.grad.contiguous() * (1 + int(args.edit == "stage_gradient")), rank - 1)
 
 
 def batches_of(args: argparse.Namespace, rank: int, shards: int) -> Iterator[Any]:
@@ -223,7 +227,7 @@ def laid_out(model: GPT, args: argparse.Namespace, rank: int, size: int) -> nn.M
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif args.mode == "pp":
-        return Stage(model, rank)
+        return Stage(model, rank, size)
     return model
 
 
@@ -257,7 +261,7 @@ def main() -> None:
         for _ in range(args.accumulate):
             x, y = next(batches)
             if mode == "pp":
-                step_of_stage(trained, rank, x, y, args.width)
+                step_of_stage(trained, rank, x, y, args)
             else:
                 backward(trained, args, x, y, shards)
         if edit == "clip_early":

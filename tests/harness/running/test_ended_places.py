@@ -150,6 +150,25 @@ def test_what_recomputation_left_early_is_not_where_backward_raised() -> None:
         assert _place_of(checkpointed, engine) == (0, "backward", "layers.1")
 
 
+def loading(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Never returns an outcome. Raises FileNotFoundError."""
+    torch.load(f"nowhere/{case.seed}")
+    return {}
+
+
+def checking(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Never returns an outcome: what is loaded lacks something, as code in a file about checkpoints finds."""
+    exec(compile("raise ValueError('nothing of this name')", "/project/checkpointing.py", "exec"))
+    return {}
+
+
+@pytest.mark.parametrize("subject", [loading, checking])
+def test_what_ends_while_it_loads_ends_in_checkpoint(subject: Subject) -> None:
+    """No module ran before. Functions of torch load, and those of a file that is called after checkpoints."""
+    with InprocEngine() as engine:
+        assert _place_of(subject, engine) == (0, "checkpoint", "")
+
+
 def test_a_rank_that_is_a_process_reports_the_place_of_its_exception() -> None:
     """The place travels with the exception."""
     with PoolEngine() as engine:

@@ -100,7 +100,7 @@ def test_no_case_is_run_twice_by_the_same_checks_and_only_statements_are_run_by_
     subject = resolve_subject(only_tanh)
     case = case_of("tp=3 dp=2 act=tanh micro=1", subject)
     failed = Failed(case=case, verdicts=prove(case, only_tanh, engine, explain=False).verdicts)
-    found = words_needed(failed, subject, prove_counted, time.monotonic() + 60)
+    found = words_needed(failed, subject, prove_counted, 60.0)
     assert {one.word for one in found.needed} == {"dp", "act"}
     assert len({*runs}) == len(runs)
     by_laws = [text for text, laws in runs if laws]

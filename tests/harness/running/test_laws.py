@@ -114,6 +114,21 @@ def test_a_model_of_whole_micro_batches_breaks_no_law(
     assert verdict.verdict == found[0] and found[1] in verdict.message, verdict.message
 
 
+class WithGradient(WithTruth):
+    """The same beside a gradient that is multiplied by the number of data ranks."""
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        return {**super().__call__(case, device), "grad/w": torch.arange(9.0, dtype=torch.float64) * case.dp}
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        return {**super().truth(case, device), "grad/w": torch.arange(9.0, dtype=torch.float64)}
+
+
+def test_what_the_dense_model_changes_too_is_no_breach_beside_a_tensor_that_it_does_not_change() -> None:
+    verdict = law(WithGradient(spread, lambda case: 1.0, lambda case: 1.0), "dp=2")
+    assert verdict.verdict == "fail" and "first:  backward in step 0: grad/w" in verdict.message, verdict.message
+
+
 def test_what_rounding_leaves_of_a_gradient_of_zero_keeps_it() -> None:
     """A softmax does not see the bias of a norm of keys: its gradient is rounding in every grouping."""
     words = "hidden=8 heads=2 ffn=6 vocab=389 tied=false qk_norm=true fuse_qkv=false seq=8 micro=3 steps=1 lr=0.1"

@@ -16,7 +16,7 @@ from torch import Tensor
 import shardproof
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.plain_case import Vocabulary, WordError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from shardproof.harness.running.injecting import UNREAD, survey_faults
@@ -99,6 +99,17 @@ def test_a_value_beside_a_truth_of_zero_is_told_as_it_is() -> None:
     message = verdict_of(result, "forward").message
     assert "dropped/0 differs from the dense model" in message and "finite" not in message
     assert f"the truth is 0 throughout: allowed {6 * 2.0**-40:.3g}, found 0.125" in message
+
+
+def test_a_session_that_cannot_be_left_is_told_as_an_error_of_the_subject() -> None:
+    class Stuck(Network):
+        @contextmanager
+        def session(self) -> Iterator[None]:
+            yield
+            raise ValueError("still patched")
+
+    with pytest.raises(ShardproofError, match="still patched"):
+        proved(Stuck(), "tp=1 micro=1 steps=1")
 
 
 def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> None:

@@ -1,5 +1,6 @@
 """Random rounding moves computed numbers alone, and values before the first step are seen."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
@@ -48,6 +49,22 @@ def test_inputs_stay_where_a_truth_follows_the_dtype_and_what_follows_from_param
         loss = (table.T @ w).square().mean()
     assert torch.equal(table, X.exp() * 3)
     assert float(loss.detach()) != float(((X.exp() * 3).T @ w).square().mean().detach())
+
+
+def test_labels_in_a_wider_dtype_are_no_rounding_and_a_product_without_parameters_is() -> None:
+    narrow = X.bfloat16()
+    with RandomRounding({torch.float64: torch.finfo(torch.bfloat16).eps}, inputs=False):
+        labels = (narrow.double().sigmoid() * 700).long()
+        product = (narrow.double() @ X.T).exp()
+    assert torch.equal(labels, (narrow.double().sigmoid() * 700).long())
+    assert not torch.equal(product, (narrow.double() @ X.T).exp())
+
+
+@pytest.mark.parametrize("of", [lambda: X @ X[0], lambda: X[:, 0].dot(X[:, 1]), lambda: torch.addmv(X[:, 0], X, X[0])])
+def test_products_with_vectors_are_cut_into_partial_sums_too(of: Callable[[], Tensor]) -> None:
+    with partial_sums(3):
+        cut = of()
+    assert cut.shape == of().shape and 0 < float((cut - of()).abs().max()) < 1e-13
 
 
 def test_numbers_that_leave_a_lower_precision_are_moved_and_what_is_written_is_written() -> None:

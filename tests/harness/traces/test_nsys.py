@@ -5,6 +5,7 @@ The database is made by hand from NCCL's payload schemas: no GPU was here whose 
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,15 @@ def test_a_database_without_payloads_or_ranges_says_so(tmp_path: Path) -> None:
     (tmp_path / "z.nsys-rep").write_bytes(b"x")
     with pytest.raises(ShardproofError, match=r"nsys is not on PATH; legal: nsys export|nsys is missing: "):
         read_traces([str(tmp_path / "z.nsys-rep")])
+
+
+@pytest.mark.parametrize(
+    "broken", ["UPDATE NVTX_EVENTS SET globalTid = NULL", "UPDATE StringIds SET value = '{' WHERE id > 999"]
+)
+def test_a_database_with_fields_of_another_kind_is_refused_in_one_sentence(tmp_path: Path, broken: str) -> None:
+    path = database(tmp_path / "x.sqlite", JOB, ("ncclAllReduce", {}))
+    with closing(sqlite3.connect(path)) as made:
+        made.execute(broken)
+        made.commit()
+    with pytest.raises(RequestError, match="is cut, or is no trace"):
+        read_traces([str(path)])

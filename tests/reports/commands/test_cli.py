@@ -177,7 +177,8 @@ def test_a_name_too_long_for_a_file_is_one_sentence(shardproof: CommandLine, fol
     for words in (("show", long), ("page", long), ("trace", long), ("compare", long, run), ("compare", run, long)):
         assert told in shardproof.refused(*words), words[0]
     message = shardproof.refused("compare", run, "--save-baseline", "x" * 400)
-    assert "(400 characters): must be a name of at most 100 letters, digits, dots, dashes and underscores, the first none of .-; legal: main" in message
+    rule = "must be a name of at most 100 letters, digits, dots, dashes and underscores, the first none of .-"
+    assert f"(400 characters): {rule}; legal: main" in message
     assert "cannot be written (File name" in shardproof("compare", run, "--save-baseline", "m", "--baselines", long)[2]
 
 

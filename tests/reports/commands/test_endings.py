@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,3 +112,23 @@ def test_a_ctrl_c_while_a_module_is_imported_is_one_sentence(tmp_path: Path, mod
     assert "Traceback" not in done.stderr and "shardproof: interrupted" in done.stderr
     if words[0] == "run" and "pandas" in module:
         assert "the cases finished before:" in done.stderr and "\ntp " in done.stdout
+
+
+_LAUNCHED = "import os, sys; {before}; os.execv(sys.executable, [sys.executable, '-m', 'shardproof', 'show', {run!r}])"
+
+
+@pytest.mark.parametrize(
+    ("before", "status", "said"),
+    [
+        ("os.close(0); os.close(1); os.close(2)", 0, ""),
+        ("os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')", 2, "the working directory was removed; legal: "),
+    ],
+)
+def test_closed_streams_and_a_folder_that_is_gone_are_no_bug(
+    tmp_path: Path, before: str, status: int, said: str
+) -> None:
+    run = sample_run.write(tmp_path / "run")
+    program = _LAUNCHED.format(before=before, run=str(run))
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == status and said in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -185,11 +185,12 @@ HARM: dict[str, Callable[[bytes], bytes]] = {
     "a worst that is none": lambda data: (
         b'{"case": "mode=tp", "check": "forward", "verdict": "pass", "facts": [], "worst": [1]}\n'
     ),
+    "a verdict that is none": lambda data: b'{"case": "mode=tp", "check": "run", "verdict": "maybe", "facts": []}\n',
 }
 HARMED = {
     "ledger.csv": ("junk", "other columns", "words for numbers", "ragged"),
     "summary.csv": ("other columns", "words for numbers"),
-    "verdicts.jsonl": ("not json", "a list", "a worst that is none"),
+    "verdicts.jsonl": ("not json", "a list", "a worst that is none", "a verdict that is none"),
     "cases.jsonl": ("not json", "junk"),
     "env.json": ("not json", "a list", "junk"),
 }

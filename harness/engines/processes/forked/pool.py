@@ -7,7 +7,7 @@ pickles, and answer with pickles. A run that fails ends in an error of the in-pr
 RankDied. Its processes are killed and the next run gets new ones. State that a program leaves in its process (globals
 of modules, caches) is there in the next run, as in any process that lives on.
 
-The fork server of multiprocessing does not do: there is only one, it has the hash seed of the driver, and its socket
+The fork server of multiprocessing is not used: there is only one, it has the hash seed of the driver, and its socket
 stays in the file system when the driver is killed. Ours leave no file, and no process of theirs outlives the driver.
 They run in sessions of their own, so that Ctrl-C reaches the driver alone. Every wait for a rank is bounded; times are
 seconds.
@@ -173,7 +173,7 @@ _ANSWER_S = 2.0
 
 
 def hash_seed(place: int) -> int:
-    """The hash seed of the rank at this place: the parity of its binary digits, so that no power of two is a period."""
+    """The hash seed of the rank at this place, by the parity of its binary digits: no power of two is a period."""
     return _HASH_SEEDS[place.bit_count() % len(_HASH_SEEDS)]
 
 
@@ -213,7 +213,7 @@ class _Pool:
     ) -> tuple[list[Any], tuple[Unwaited, ...]]:
         """Run a program: the values, and the works that were never waited for. `alive` is the engine's.
 
-        If the run fails, its processes are ended. Raises what Supervisor.results raises.
+        If the run fails, or leaves threads, its processes are ended. Raises what Supervisor.results raises.
         """
         ranks = self._take_workers(request.world_size, alive)
         alive()

@@ -102,8 +102,8 @@ class CpuAffinity:
     """The processors on which this process runs; it may use those that it started with.
 
     If there are no more processors than ranks, a rank stays on one of them with all its threads. A call on gloo wakes
-    several threads of a rank one after another. Since ranks share processors anyway, it pays that a wake-up on the
-    processor that is awake costs half of one on another. Threads and processes that a rank starts inherit this.
+    several threads of a rank one after another, and a wake-up on a processor that is awake costs half of one on another
+    processor. Ranks share processors in any case. Threads and processes that a rank starts inherit this.
     """
 
     def __init__(self) -> None:

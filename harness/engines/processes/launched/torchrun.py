@@ -4,15 +4,15 @@
 
 Rank 0's process drives: it alone draws cases, checks and prints. All others call `serve_driver` and end when it does.
 Orders and results travel on connections of their own (launched.rendezvous), never on the groups under test. torchrun
-itself makes 1 of every status but 0. A case that is smaller than the world runs on its first ranks.
+turns every exit status but 0 into 1. A case that is smaller than the world runs on its first ranks.
 
 As in torch elastic, a launched process is the agent of its rank. The rank's program runs in a worker of a fork server,
 with a fresh default group in every run. So a program that hangs can be ended, one that dies is reported, and what it
 breaks does not reach the next run. The agent reads the worker's flight recorder and stack, and passes on its reports
 without reading them. Messages are pairs:
 
-    from rank 0's engine     START, CALLS, WHERE, LEAVE or KILL, the number of the run; RUN, the order; END, 0
-    to it                    the number of the run, Progress
+    from rank 0's engine     (START, CALLS, WHERE, LEAVE or KILL; the number of the run), (RUN; the order), (END; 0)
+    to it                    (the number of the run; Progress)
 
 Times are seconds.
 """
@@ -76,7 +76,7 @@ class Progress(NamedTuple):
 
 
 def serve_by_workers(link: Connection, place: Launched) -> bool:
-    """Serve rank 0's engine with workers of a fork server, which starts at the first; see `relay_orders`."""
+    """Serve rank 0's engine with workers of a fork server, which starts with the first worker; see `relay_orders`."""
     server = ForkServer(hash_seed(place.rank))
     try:
         return relay_orders(link, partial(server.start, serve_orders), place)
@@ -173,14 +173,13 @@ _TERMINATED = "the launcher ends this world (SIGTERM): one of its processes ende
 
 
 def is_to_serve() -> bool:
-    """Whether this process is to serve rank 0's. Raises RequestError when no launcher's environment is here."""
+    """Whether this process is to serve rank 0's engine. Raises RequestError without the environment of a launcher."""
     return not launched_world(os.environ).drives
 
 
 def serve_driver() -> int:
-    """The life of every process but rank 0's; nothing is printed. Returns the exit status, 3 when rank 0 vanished.
-
-    Raises MachineError when rank 0 cannot be reached.
+    """The life of every process but rank 0's; nothing is printed. Returns the exit status: 0, 3 when rank 0 vanished,
+    130 after a Ctrl-C. Raises MachineError when rank 0 cannot be reached.
     """
     place = launched_world(os.environ)
     try:
@@ -197,7 +196,7 @@ def dismiss_world() -> None:
 
 
 class TorchrunEngine(Engine):
-    """Rank 0's engine, opened once all others have joined; closing it ends them. Raises RequestError elsewhere."""
+    """Rank 0's engine, opened once all others have joined; closing it ends them. Raises RequestError on other ranks."""
 
     name = "torchrun"
     remote = True
@@ -292,7 +291,7 @@ class LaunchedWorkers(Workers):
 
     @property
     def terminated(self) -> str:
-        """The launcher's end of the world, if it has come."""
+        """Why the launcher ends the world; "" if it does not."""
         return _TERMINATED if self._ending() else ""
 
     def start(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.programs.tensors import initial_values
-from shardproof.harness.programs.tensors.initial_values import NO_CUT, InitialValues
+from shardproof.harness.programs.tensors.initial_values import NAMES, NO_CUT, InitialValues
 from shardproof.harness.programs.tensors.layouts import split_value
 from shardproof.harness.programs.tensors.names import ModulePath, NamedParameter
 from shardproof.harness.programs.values import write_about
@@ -39,7 +39,7 @@ def given(folder: Path, drawn: Tensor, parts_of: str = "") -> tuple[Tensor, Init
 def test_of_two_groups_of_one_size_the_one_whose_ranks_drew_other_parts_cuts(
     truth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = {rank: torch.full((2, 6), float(rank % 2)) for rank in range(4)}  # 0 and 2 hold one part, 1 and 3 the other
+    drawn = {rank: FULL[:2] + rank % 2 for rank in range(4)}  # 0 and 2 hold one part, 1 and 3 the other
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     for rank, tensor in drawn.items():
@@ -53,9 +53,21 @@ def test_of_two_groups_of_one_size_the_one_whose_ranks_drew_other_parts_cuts(
         own.add("param", 0, "w", tensor)
         own.write(earlier, 4)
         write_about(earlier, rank, {"world_size": 4, "steps": [0], "drawn_parts": values.drawn})
+    (earlier / NAMES).write_text("{}")
     for rank, tensor in drawn.items():
         groups = [(rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)]
         monkeypatch.setattr(initial_values, "own_groups", lambda size, groups=groups: groups if size == 2 else [])
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         kept, values = given(truth, tensor, str(earlier))
         assert not values.lacking and torch.equal(kept, FULL.chunk(2)[rank % 2])
+
+
+def test_a_parameter_gets_the_value_of_the_name_that_an_earlier_recording_gives_it(truth: Path, tmp_path: Path) -> None:
+    (tmp_path / "earlier").mkdir()
+    Rank(0).write(tmp_path / "earlier", 1)
+    (tmp_path / "earlier" / "values" / "rank-0.jsonl").touch()
+    values = InitialValues(str(truth), str(tmp_path / "earlier"))
+    (tmp_path / "earlier" / NAMES).write_text('{"0": {"v": "w"}, "1": {"v": "u"}}')
+    tensor = torch.zeros(4, 6)
+    values.overwrite([NamedParameter(place=ModulePath("v", "v"), tensor=tensor, split=split_value)])
+    assert torch.equal(tensor, FULL) and values.lacking == {} and values.drawn == {}, "zeros are drawn by many"
