@@ -152,7 +152,9 @@ class Case(_Words):
             if self.variant not in VARIANTS:
                 near = get_close_matches(self.variant, VARIANTS, 1)
                 rule = "is not a known variant" + (f" ({near[0]}?)" if near else "")
-                raise CaseError("variant", self.variant, rule, " ".join([*near, *(VARIANTS.keys() - near)]))
+                raise CaseError(
+                    "variant", self.variant, rule, " ".join([*near, *(name for name in VARIANTS if name not in near)])
+                )
             if rule := lack({name: getattr(self, name) for name in WORDS}):
                 raise CaseError("variant", self.variant, rule, "variant=")
 
