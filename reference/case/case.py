@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardproof.reference.case.variants import VARIANTS, lack
+from shardproof.reference.case.variants import VARIANTS, lack, nearest_first
 from shardproof.reference.errors import CaseError
 from shardproof.reference.features import FEATURES, ORDER_NAMES, WORDS
 from shardproof.reference.language import rules
