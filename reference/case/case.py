@@ -150,10 +150,8 @@ class Case(_Words):
                 raise CaseError(key, write(getattr(self, key)), rule, legal)
         if self.variant:
             if self.variant not in VARIANTS:
-                near = get_close_matches(self.variant, VARIANTS, 1)
-                rule = "is not a known variant" + (f" ({near[0]}?)" if near else "")
                 raise CaseError(
-                    "variant", self.variant, rule, " ".join([*near, *(name for name in VARIANTS if name not in near)])
+                    "variant", self.variant, "is not a known variant", " ".join(nearest_first(self.variant))
                 )
             if rule := lack({name: getattr(self, name) for name in WORDS}):
                 raise CaseError("variant", self.variant, rule, "variant=")
