@@ -9,8 +9,8 @@ If the subject declares nothing, and errors are as small as rounding to a lower 
 ranks shows whether numbers of a lower dtype enter arithmetic of the case's dtype. If they do so on one rank too, and a
 tensor moves with them there, the model rounds on the way to this tensor. If they do so on several ranks alone, or what
 is rounded on one rank reaches no such tensor there, the parallel code rounds, which is a bug. For example, a state that
-is sent in bfloat16 to the next context rank is rounded on one rank too, and has nobody to go to. If the subject has no
-case on one rank, this cannot be decided: tensors that are right only within the wider limits are unknown.
+is sent in bfloat16 to the next context rank is rounded on one rank too, where no rank receives it. If the subject has
+no case on one rank, this cannot be decided: tensors that are right only within the wider limits are unknown.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
