@@ -108,7 +108,7 @@ def test_sums_of_activations_that_travel_in_bfloat16(monkeypatch: pytest.MonkeyP
 
 
 def test_bfloat16_that_reaches_nothing_on_one_rank_is_no_part_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank rounds as well, to send what no rank receives. Found in a mixer whose context ranks send their states."""
+    """One rank rounds as well, to send what no rank receives. Found in a mixer whose context ranks send states."""
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         parts = [torch.empty_like(x, dtype=torch.bfloat16) for _ in range(dist.get_world_size(group))]
