@@ -91,8 +91,12 @@ def names_by_stage(known: Iterable[str], second: Launch) -> dict[Key, str]:
     if not stages:
         return {}
     theirs = _numbers_of(known)
-    names = {rank.rank: {row.name for row in rank.rows if row.kind in ("param", "buffer")} for rank in second.ranks}
-    of_stages = [_numbers_of({name for rank in stage for name in names[rank]}) for stage in stages]
+    # Dicts, for the order of the names must not depend on the hashes of strings: the first one is told.
+    names = {
+        rank.rank: dict.fromkeys(row.name for row in rank.rows if row.kind in ("param", "buffer"))
+        for rank in second.ranks
+    }
+    of_stages = [_numbers_of(name for rank in stage for name in names[rank]) for stage in stages]
     found: dict[Key, str] = {}
     for kind in dict.fromkeys(kind for own in of_stages for kind in own):
         held = [own.get(kind, []) for own in of_stages]

@@ -25,7 +25,7 @@ from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
 from shardproof.harness.recording.observations import Entered, Issued, Left, read_observation
 from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
-from shardproof.harness.recording.watch import WATCHING, Emit, Watch, is_of_checkpoint
+from shardproof.harness.recording.watch import WATCHING, Emit, Watch, saves_or_loads
 from shardproof.harness.torch_internals.autograd import node_raised
 
 if TYPE_CHECKING:
@@ -133,10 +133,8 @@ class Recorder:
 
     def site_raised(self, rank: int, error: BaseException) -> Site:
         """Where a rank's program was when it raised this exception."""
-        observations, frames = (
-            [read_observation(plain) for plain in self._track(rank).observations],
-            [*frames_left(error)],
-        )
+        observations = [read_observation(plain) for plain in self._track(rank).observations]
+        frames = [*frames_left(error)]
         # Modules that this exception left are popped, since it was raised in them. If its traceback has no frame of the
         # wrapper, another exception left them: recomputation raises one to stop early.
         if any(frame.f_code is WATCHING for frame in frames):
@@ -144,7 +142,7 @@ class Recorder:
                 observations.pop()
         in_backward, node = node_raised(frames)
         site = Attribution.of(observations).raised_at(in_backward=in_backward, node=node)
-        loads = not site.phase and any(is_of_checkpoint(frame.f_code) for frame in frames)
+        loads = not site.phase and any(saves_or_loads(frame.f_code) for frame in frames)
         return site._replace(phase="checkpoint") if loads else site
 
     def site_of_last_call(self, rank: int) -> Site | None:

@@ -117,23 +117,17 @@ def kept_by_torch(frame: FrameType | None) -> tuple[bool, bool]:
     """
     copies = False
     while frame is not None and not is_user(frame.f_code.co_filename):
-        if _is_of_states(frame.f_code):
+        if saves_or_loads(frame.f_code):
             return True, copies
         copies = copies or frame.f_code.co_name == "full_tensor"
         frame = frame.f_back
     return False, copies
 
 
-def _is_of_states(code: CodeType) -> bool:
-    """Whether this function of torch saves or loads."""
+def saves_or_loads(code: CodeType) -> bool:
+    """Whether this is a function of torch that saves or loads a checkpoint or a state_dict."""
     file = code.co_filename
     return file.startswith(_SAVES) or (code.co_name.endswith("state_dict") and file.startswith(_TORCH))
-
-
-def is_of_checkpoint(code: CodeType) -> bool:
-    """Whether this function saves or loads: one of torch, or one in a file or folder called after checkpoints."""
-    file = code.co_filename
-    return "checkpoint" in "/".join(file.split(os.sep)[-2:]) if is_user(file) else _is_of_states(code)
 
 
 def steps_around(frame: FrameType | None) -> int:

@@ -1,5 +1,6 @@
 """Names of torch looked up: a name that this torch lacks becomes one sentence when it is needed, and not before."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -44,6 +45,16 @@ def find_name(owner: Any, name: str, feature: str) -> Any:
         raise lacking_error(feature, f"{getattr(owner, '__name__', owner)}.{name}")
 
     return refuse
+
+
+def replace_function(original: object, stand_in: object, package: str) -> None:
+    """Put another function in the place of this one in the modules of `package` that are imported.
+
+    A module outside of it that imported the function before keeps the original.
+    """
+    for module in [module for name, module in sys.modules.items() if name.startswith(package)]:
+        for key in [key for key, value in vars(module).items() if value is original]:
+            setattr(module, key, stand_in)
 
 
 @contextmanager

@@ -180,7 +180,7 @@ class _Sums:
 
 def _open_masks(numbers: Tensor) -> Tensor:
     """The numbers, an infinity in the place of each largest number of a dtype: both are masks."""
-    if largest_of(numbers) not in LARGEST:
+    if not largest_of(numbers) >= min(LARGEST):  # NaN is no mask
         return numbers
     masked = torch.isin(numbers.abs(), torch.tensor(sorted(LARGEST), dtype=numbers.dtype, device=numbers.device))
     return torch.where(masked, numbers.sign() * math.inf, numbers)

@@ -31,7 +31,10 @@ BLOCK = 2**18
 SOUND = (1e-140, 1e38)
 """A largest element between these two has a square that neither underflows nor overflows, and is none of LARGEST."""
 LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16))
-"""The largest numbers of dtypes. Programs mask with them (`torch.finfo(x.dtype).min`) as others do with an infinity."""
+"""The largest numbers of dtypes. Programs mask with them (`torch.finfo(x.dtype).min`) as others do with an infinity.
+
+That of float16, 65,504, is left out: a right result may be as large.
+"""
 
 
 def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:

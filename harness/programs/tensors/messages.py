@@ -3,11 +3,12 @@ and all that calls them).
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from shardproof.harness.torch_internals.lookup import replace_function
 
 SENT = -1
 """Stands for the rank from which a message comes where a rank sends one."""
@@ -21,12 +22,8 @@ def watch_messages(tell: Callable[[int], object]) -> None:
     """
     if not dist.is_available():
         return
-    rooms = [room for name, room in sys.modules.items() if name.startswith("torch.distributed")]
     for original in (dist.isend, dist.irecv):
-        wrapped = _wrap_message(original, tell)
-        for room in rooms:
-            for key in [key for key, value in vars(room).items() if value is original]:
-                setattr(room, key, wrapped)
+        replace_function(original, _wrap_message(original, tell), "torch.distributed")
 
 
 def _wrap_message(original: Any, tell: Callable[[int], object]) -> Any:

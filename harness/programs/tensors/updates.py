@@ -17,6 +17,7 @@ from torch import Tensor
 from shardproof.harness.programs.tensors.layouts import Split, find_place_in, split_of_master, split_value, tensors_in
 from shardproof.harness.programs.tensors.names import ModulePath, NamedParameter, Names
 from shardproof.harness.programs.tensors.store import StepValues
+from shardproof.harness.torch_internals.lookup import replace_function
 
 
 class _Held(NamedTuple):
@@ -71,15 +72,25 @@ class UpdateValues:
             self._losses += 1
 
     def _value_of(self, loss: Tensor) -> Tensor:
-        """The value of a loss. It may be a multiple of a number whose memory was freed, as Megatron scales it."""
+        """The value of a loss. It may be a multiple of numbers whose memory was freed, as Megatron scales one: then it
+        is that multiple of the values that were kept.
+        """
         if not self._freed or not loss.requires_grad:
             return loss
         numbers = [tensor for tensor, _ in self._freed]
         found = torch.autograd.grad(loss, numbers, torch.ones_like(loss), retain_graph=True, allow_unused=True)
-        parts = [value * factor.reshape(value.shape) for (_, value), factor in zip(self._freed, found, strict=True)
-                 if factor is not None]  # fmt: skip
+        used = [
+            (*kept, factor.flatten()) for kept, factor in zip(self._freed, found, strict=True) if factor is not None
+        ]
+        if not used:
+            return loss
+        # A loss that has other terms too is what it is now.
+        if all(number.numel() == 1 for number, _, _ in used):
+            now = torch.stack([number.detach().flatten() * factor for number, _, factor in used]).sum(0)
+            if not torch.allclose(now, loss.detach().flatten(), equal_nan=True):
+                return loss
         self._freed = [kept for kept, factor in zip(self._freed, found, strict=True) if factor is None]
-        return torch.stack(parts).sum(0).reshape(loss.shape) if parts else loss
+        return torch.stack([value.flatten() * factor for _, value, factor in used]).sum(0).reshape(loss.shape)
 
     def take_gradients(self, parameters: Iterable[Tensor]) -> None:
         """These parameters' gradients are about to be clipped."""
@@ -156,14 +167,10 @@ def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], obj
 
     The functions are replaced in torch; a module that imported one before keeps the original.
     """
-    rooms = [room for name, room in sys.modules.items() if name.startswith("torch.nn.utils")]
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
         original = getattr(torch.nn.utils, name, None)
         if original is not None:
-            wrapped = _wrap_clipping(original, before, norm)
-            for room in rooms:
-                for key in [key for key, value in vars(room).items() if value is original]:
-                    setattr(room, key, wrapped)
+            replace_function(original, _wrap_clipping(original, before, norm), "torch.nn.utils")
 
 
 def _wrap_clipping(original: Any, before: Callable[[Any], object], norm: Callable[[object], object]) -> Any:

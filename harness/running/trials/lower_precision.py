@@ -6,8 +6,10 @@ that is beyond the limit of the case's own dtype gets control runs which differ 
 tensor that the precision does not reach keeps its limit, and so does every tensor that was right without it.
 
 If the subject declares nothing, and errors are as small as rounding to a lower dtype makes them, another run of the
-ranks shows whether numbers of a lower dtype enter arithmetic of the case's dtype. If they do so on one rank too, the
-model rounds there. If they do so on several ranks alone, the parallel code rounds, which is a bug. If the subject has
+ranks shows whether numbers of a lower dtype enter arithmetic of the case's dtype. If they do so on one rank too, and a
+tensor moves with them there, the model rounds on the way to this tensor. If they do so on several ranks alone, or what
+is rounded on one rank reaches no such tensor there, the parallel code rounds, which is a bug. For example, a state that
+is sent in bfloat16 to the next context rank is rounded on one rank too, where no rank receives it. If the subject has
 no case on one rank, this cannot be decided: tensors that are right only within the wider limits are unknown.
 """
 
@@ -28,9 +30,10 @@ from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.checking.records import Calls, Evidence, LowerPrecision, RecordedRun, Truth, merged_outcomes
 from shardproof.harness.errors import MachineError, ProgramError, RequestError
 from shardproof.harness.outcome.blocks import Block
-from shardproof.harness.outcome.merging import Outcomes
+from shardproof.harness.outcome.merging import Outcomes, same_bits
 from shardproof.harness.protocols import CaseLike, Value
 from shardproof.harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
+from shardproof.harness.running.ranks.watching import Execution
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 from shardproof.harness.subject import NamedSubject, OnRanks, call_subject, lower_dtypes, one_rank, refusal, truth_of
@@ -138,10 +141,12 @@ def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) ->
     islands = [one for one in _islands(trial, trial.case, constants, trial.subject) if one.dtype in candidates]
     if not islands:
         return found
-    of_model = _dtypes_of_model(trial, constants)
-    shared = [island for island in islands if of_model is None or island.dtype in of_model]
+    of_model = _tensors_of_model(trial, constants, frozenset(measured.name for measured in wrong))
+    shared = [island for island in islands if of_model is None or of_model.get(island.dtype)]
     lowest = max(shared or islands, key=lambda island: epsilon(island.dtype))
-    rejudged, again = _rejudge_by_movement(trial, found, checks, {island.dtype for island in shared or islands})
+    dtypes = {island.dtype for island in shared or islands}
+    reached = None if of_model is None or not shared else frozenset().union(*(of_model[dtype] for dtype in dtypes))
+    rejudged, again = _rejudge_by_movement(trial, found, checks, dtypes, reached)
     if not shared:
         return (evidence if wrong_of(again) else evidence.with_found(low_precision_op=str(lowest))), findings
 
@@ -171,8 +176,17 @@ def _changed_by(
     return {name: one if one is before[name] else explain(before[name], one) for name, one in after.items()}
 
 
-def _rejudge_by_movement(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: Iterable[str]) -> Found:
-    """Judge tensors that are beyond their limits again, by how far rounding to these dtypes moves them."""
+def _rejudge_by_movement(
+    trial: Trial,
+    found: Found,
+    checks: Mapping[str, Check],
+    dtypes: Iterable[str],
+    reached: frozenset[str] | None = None,
+) -> Found:
+    """Judge tensors that are beyond their limits again, by how far rounding to these dtypes moves them.
+
+    `reached`: those that the dtypes may reach; all without it.
+    """
     evidence, findings = found
     again = {
         name: checks[name]
@@ -180,6 +194,7 @@ def _rejudge_by_movement(trial: Trial, found: Found, checks: Mapping[str, Check]
         if finding.wrong and name in checks and (name in NUMERIC_KINDS or name in LAWS)
     }
     names = frozenset(measured.name for name in again for measured in findings[name].wrong)
+    names = names if reached is None else names & reached
     move = partial(_run_moved, trial, evidence.run, evidence.truth, names, frozenset(dtypes))
     runs = [move(1 + number, 1.0) for number in range(MOVED_RUNS)]
     amplified = [move(MOVED_RUNS + 1 + number, CONTROL_FACTOR) for number in range(AMPLIFIED_RUNS)]
@@ -273,18 +288,49 @@ def in_first_step(name: str) -> bool:
     return named or (step_of(name) == 0 and not is_state(name))
 
 
-def _dtypes_of_model(trial: Trial, constants: bool) -> set[str] | None:
-    """The lower dtypes that enter arithmetic of the truth, if that is a subject, else of the subject on one rank.
+def _tensors_of_model(trial: Trial, constants: bool, wrong: frozenset[str]) -> dict[str, frozenset[str]] | None:
+    """Lower dtype that enters arithmetic of the truth, if that is a subject, else of the subject on one rank -> those
+    of these tensors that move there with the numbers of the dtype.
 
-    None if there is no such case.
+    A tensor that is not returned there counts as moved. None if there is no such case.
     """
     truth = truth_of(trial.subject)
     subject = truth.subject if isinstance(truth, OnRanks) else trial.subject
     try:
         case = truth.case_of(trial.case) if isinstance(truth, OnRanks) else one_rank(trial.case, subject)
-        return None if refusal(case, subject) else {each.dtype for each in _islands(trial, case, constants, subject)}
+        if refusal(case, subject):
+            return None
     except RequestError:
         return None
+    dtypes = {each.dtype for each in _islands(trial, case, constants, subject)}
+    return {dtype: _find_moved(trial, case, subject, dtype, wrong) for dtype in dtypes}
+
+
+def _find_moved(
+    trial: Trial, case: CaseLike, subject: NamedSubject, dtype: str, names: frozenset[str]
+) -> frozenset[str]:
+    """Those of these tensors that move with the numbers of a dtype, or are not returned; all if a run fails."""
+    moved = _Moved(subject, frozenset({dtype}), seed=1, factor=1.0)
+    try:
+        with trial.time_part("again"):
+            plain, other = (_parts_of(trial.run(call, case, watch=True)) for call in (subject.call, moved))
+    except (ProgramError, MachineError):  # a dispatch mode may break a program, which shows nothing about it
+        return names
+    returned = {name for name, *_ in plain}
+    changed = {part[0] for part, tensor in plain.items() if part not in other or not same_bits(tensor, other[part])}
+    return frozenset(name for name in names if name in changed or name not in returned)
+
+
+def _parts_of(ran: Execution) -> dict[tuple[str, int, int], Tensor]:
+    """Name, rank and number of a part -> the part, of all that ranks returned and of what was captured from them."""
+    sides = [(rank, outcome) for side in (ran.outcomes, ran.captured) for rank, outcome in enumerate(side)]
+    parts = (
+        (name, rank, number, block)
+        for rank, outcome in sides
+        for name in outcome
+        for number, block in enumerate(outcome[name])
+    )
+    return {(name, rank, number): block.local for name, rank, number, block in parts}
 
 
 def _islands(trial: Trial, case: CaseLike, constants: bool, subject: NamedSubject) -> list[Island]:

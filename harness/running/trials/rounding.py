@@ -243,15 +243,17 @@ def _with_more_controls(
 ) -> Found:
     """The findings with more control runs, if rounding may explain what is wrong.
 
-    Limits only grow with control runs, so the runs end as soon as nothing is beyond its limit.
+    Limits only grow with control runs, so the runs end as soon as nothing is beyond its limit. This is tried once: what
+    is wrong then is wrong by more than its distance from the truth, as a law is, and takes all runs.
     """
     wrong = wrong_of(findings)
     if not may_be_rounding(trial, evidence.run, wrong):
         return evidence, findings
+    judged = False
     for truth in add_controls(trial, evidence.run, evidence.truth, wrong):
         evidence = replace(evidence, truth=truth)
-        if _find_furthest(evidence.run, truth, wrong) <= 1:
-            again = _judge_again(evidence, findings, checks)
+        if not judged and _find_furthest(evidence.run, truth, wrong) <= 1:
+            judged, again = True, _judge_again(evidence, findings, checks)
             if not wrong_of(again):
                 return evidence, again
     return evidence, _judge_again(evidence, findings, checks)

@@ -161,8 +161,8 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "equals": "it equals {other} of the dense model",
     "last_bits": "every rank's is right but for its last bits",
     "rounded": "explained by rounding to {dtype}: all its numbers are ones of it; " + _MEANT,
-    "rounded_on_ranks": "explained by rounding to {lower}; the case is in {dtype}, and on one rank the subject does "
-    "not round so; " + _MEANT,
+    "rounded_on_ranks": "explained by rounding to {lower}; the case is in {dtype}, and on one rank no such "
+    "rounding reaches them; " + _MEANT,
     # the right numbers in wrong places
     "shifted": "along dim {dim} it is shifted by {shift} of {size} shards ({axis})",
     "shards_reordered": "along dim {dim} the {size} shards of {axis} are in another order",

@@ -128,7 +128,7 @@ def other_truth(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def test_a_proof_against_another_model_fails_in_every_number(engine: InprocEngine) -> None:
-    """No number is compared with itself (TransformerEngine's parallel loss test did: bugs.md, B-111)."""
+    """No number is compared with itself (TransformerEngine's parallel loss test did)."""
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=4 ffn=16 seq=8 vocab=264 micro=1")
     wrong = replace(decoder(), truth=other_truth)
     result = prove(case, "shardproof.parallel.subject:subject", engine, reference=wrong, explain=False)

@@ -244,6 +244,9 @@ def test_huge_numbers_have_a_size_and_the_largest_of_a_dtype_is_a_mask(dtype: st
     kind = kind_rms({"logits/0": masked, "logits/1": logits})["logits"]
     assert kind == pytest.approx(kind_rms({"logits/1": logits})["logits"]), "a mask has no size"
     narrow = logits.masked_fill(logits > 1, torch.finfo(torch.float32).min)
+    both = masked.masked_fill(logits < -1, -torch.inf)
+    assert measure("logits/0", both, both, dtype=dtype, kind=kind).decidable
+    assert not measure("logits/0", both + 0.1 * (logits.abs() < 1), both, dtype=dtype, kind=kind).right
     assert all(measure("logits/0", value, masked, dtype=dtype, kind=kind).decidable for value in (masked, narrow))
     for wrong in (
         masked * 1.5,

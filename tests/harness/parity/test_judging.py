@@ -330,7 +330,7 @@ def test_a_stage_that_got_the_first_layer_of_its_number_is_unknown_and_no_failur
     result = judge_launches(first, _with_about(launch, given))
     assert statements(result, "fail") == {}
     told = statements(result, "unknown")["forward"]
-    assert "its stage numbers its layers by itself, and it is layers.1.w2.weight of launch A" in told
+    assert "its stage numbers its layers by itself, and it is layers.1.w1.weight of launch A" in told
 
 
 def _with_about(launch: Launch, about: Sequence[Mapping[str, Any]]) -> Launch:

@@ -107,6 +107,22 @@ def test_sums_of_activations_that_travel_in_bfloat16(monkeypatch: pytest.MonkeyP
     assert proved(Network(1.2, wire_dtype="bfloat16"), f"tp=2 dtype=float32 {SHORT}", explain=False).verdict == "fail"
 
 
+def test_bfloat16_that_reaches_nothing_on_one_rank_is_no_part_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank rounds as well, to send what no rank receives. Found in a mixer whose context ranks send states."""
+
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        parts = [torch.empty_like(x, dtype=torch.bfloat16) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.bfloat16(), group=group)
+        others = [part.to(x.dtype) * (rank != dist.get_rank(group)) for rank, part in enumerate(parts)]
+        return x + torch.stack(others).sum(0)
+
+    monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(forward))
+    result = proved(Network(), f"tp=2 dp=3 {SHORT}")
+    messages = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
+    said = f"causes: explained by rounding to bfloat16, which enters at {HERE}"
+    assert messages and all(said in one for one in messages), told(result)
+
+
 @pytest.mark.parametrize(
     ("calls", "verdict"), [("all_reduce over tp", "pass"), ("all_reduce over dp", "fail"), ("all_gather", "fail")]
 )

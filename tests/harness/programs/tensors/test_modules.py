@@ -89,5 +89,8 @@ def test_a_loss_whose_memory_was_freed_has_the_value_that_it_had(scale: float, m
             updates.take_losses([begun], [None])
             begun.backward()
         updates.take_losses([(weight * 5).sum()], [None])
-    assert seen == [3 * scale, 6 * scale, 0.0]
+        kept = (weight + 2).sum()
+        kept.data = torch.tensor(5.0)
+        updates.take_losses([kept + 1], [None])  # other terms: what it is now
+    assert seen == [3 * scale, 6 * scale, 0.0, 6.0]
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((3,), 3 * scale))
