@@ -72,11 +72,9 @@ def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + " ..." * (len(names) > _SHOWN)
 
 
-def _ranks_of(over: str, slices: Sequence[Sequence[int]]) -> str:
-    """The ranks of an axis, "tp=2" or all; where they hold several slices, those that hold one slice each."""
-    ranks = over if over == _ALL_RANKS else f"the ranks of {over}"
-    own = " / ".join(f"ranks {ranks_text(holders)}" for holders in slices)
-    return f"{ranks} that hold one slice ({own})" if own else ranks
+def _ranks_of(over: str) -> str:
+    """The ranks of an axis, "tp=2", or all ranks."""
+    return over if over == _ALL_RANKS else f"the ranks of {over}"
 
 
 def _some_ranks(ranks: Sequence[int]) -> str:
@@ -132,11 +130,11 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "counted_times": lambda weights: (
         f"its micro-batches count {', '.join(f'{one:.3g}' for one in weights)} times instead of once each"
     ),
-    "partial_sums": lambda over, slices=(): (
-        f"the sum over {_ranks_of(over, slices)} is the truth: each rank holds a partial sum that was never reduced"
+    "partial_sums": lambda over: (
+        f"the sum over {_ranks_of(over)} is the truth: each rank holds a partial sum that was never reduced"
     ),
-    "never_averaged": lambda over, axis, slices=(): (
-        f"the mean over {_ranks_of(over, slices)} is the truth: each rank holds its own, never averaged over {axis}"
+    "never_averaged": lambda over, axis: (
+        f"the mean over {_ranks_of(over)} is the truth: each rank holds its own, never averaged over {axis}"
     ),
     "factor": _factor,
     # norms
