@@ -221,7 +221,7 @@ def find_first_caller(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
 def _called_at(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
     """The first caller, with the source if the file is here."""
     file, _, line = (caller := find_first_caller(calls, failure)).rpartition(":")
-    source = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    source = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
     return f"{caller}: {source}" if source else caller
 
 
