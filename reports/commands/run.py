@@ -138,8 +138,8 @@ def progress_text(case: CaseLike) -> str:
 def _run_unhindered() -> Iterator[None]:
     """Run with one thread and fewer collections.
 
-    The ranks share the thread anyway, and on a busy machine further ones wait for each other in every small product.
-    Collections look through what is made from here on and not through all that is loaded.
+    The ranks share the thread anyway, and on a busy machine further threads wait for each other in every small
+    operation. Garbage collection looks through what is made from here on, and not through all that is loaded.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
