@@ -4,7 +4,7 @@ subject(case, device)                    outcome of this rank; torch.distributed
 subject.modes                            the modes it claims
 subject.refuses(case)                    why a case is not supported, "" when it is
 subject.expected(case)                   the closed form, terms of one rank over the whole run
-subject.beside(case)                     calls of the system itself that are not in the closed form, (what, how much)
+subject.beside(case)                     counts and calls of the system itself beside that, as (what, how much)
 subject.pipeline(case)                   what the stages of its pipeline do in a step, and when
 subject.activations(case, rank, module, local)
                                          a module's output (or the gradient in it) as boxes of `act/<module>`

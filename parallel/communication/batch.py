@@ -104,7 +104,7 @@ def _local(batch: Batch, device: torch.device) -> Delivered:
 
 
 def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
-    """Dtype and shape of every key that this stage is sent, in the order of sending; None is the only stage."""
+    """Dtype and shape of every key that a stage is sent, in the order of sending; None stands for the only stage."""
     first, last = (True, True) if stage is None else (stage.first, stage.last)
     return sent_to_stage(
         case.batch, case.seq, first=first, last=last, mask=case.attention_mask, prediction=last and case.embeds_behind

@@ -215,8 +215,8 @@ class _Unit:
         return self._full_params
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Reduce-scatter the gradients of the full parameters, add them to the step's sum, and free the full
-        parameters.
+        """Reduce-scatter the gradients of the full parameters into the step's sum, with no_sync only in the last
+        micro-batch, and free the full parameters, in a pipeline only then.
         """
         last = self._backwards_done + 1 == self._case.micro
         # in a pipeline another micro-batch may be between its forward and its backward, so the unit stays gathered

@@ -15,7 +15,7 @@ from shardproof.reference.language.words import Field, legal_values, write
 
 
 def domains() -> dict[str, tuple[Any, ...]]:
-    """Word -> its values, the plainest first; of a word that is empty by default and has no list, "" alone."""
+    """Word -> its values, the plainest first, for words with a domain, a list, true|false or the default ""."""
     found = {word: _values(field) for word, field in WORDS.items()}
     return {word: values for word, values in found.items() if values}
 
