@@ -11,10 +11,10 @@ run again: `when_true` is "yes" if all of them hold. Causes of the unseen bugs a
 
 The statements are read from the text of the line alone. In
 
-    only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 but for replicas (tried on 'zero=1 ..')
+    fails with tp=2|4 and zero=1, perhaps act=relu; passes with tp=1, with zero=0 but for replicas (tried on 'zero=1')
 
-the case of `tried on` must fail with every combination of the values in `only with`. With the words after each `with`
-of `right` it must pass, or fail in no checks but those after `but for`. A refused or skipped case proves nothing.
+the case of `tried on` must fail with every combination of the values in `fails with`. With the words after each `with`
+of `passes` it must pass, or fail in no checks but those after `but for`. A refused or skipped case proves nothing.
 """
 
 import argparse
@@ -50,10 +50,10 @@ from shardproof.suites.mutants.catalogue import HELD_BACK, UNSEEN, Mutant, holds
 from shardproof.suites.mutants.kill_rows import cause_told, right_place
 
 _NEEDED = re.compile(
-    r"only with (?P<fails>.+?)(, perhaps .+?)?; right with (?P<right>.+?)"
+    r"fails with (?P<fails>.+?)(, perhaps .+?)?; passes with (?P<right>.+?)"
     r"( \(tried on (?P<on>'.*?'|\".*?\")(; no time was left .*)?\))?"
 )
-_PLAINEST = re.compile(r"no word is known to be needed.*?; (?P<on>'.*?'|\".*?\") fails.*")
+_PLAINEST = re.compile(r"fails even in the simplest case tried: (?P<on>'.*?'|\".*?\").*")
 _CHECKS = " but for "
 
 
@@ -88,7 +88,7 @@ def statements(line: str, failing: str = "") -> list[Statement]:
         return []
     read = _NEEDED.fullmatch(line)
     if not read:
-        raise ValueError(f"when={line!r} is no line of this kind; legal: only with tp=2; right with tp=1")
+        raise ValueError(f"when={line!r} is no line of this kind; legal: fails with tp=2; passes with tp=1")
     on = read["on"][1:-1] if read["on"] else failing
     fails = itertools.product(*map(_values, read["fails"].split(" and ")))
     found = [Statement(case=f"{on} {' '.join(words)}", fails=True) for words in fails]

@@ -55,7 +55,7 @@ SAMPLES = Kind(name="samples by rank", place=_DATA, causes=("row ",))
 SAME = Kind(name="same batch", place=_DATA, causes=("read the same batch",))
 AVERAGE = Kind(name="missing average", place="0 grad_sync .* grad/.*", causes=("never averaged over dp",))
 SUM = Kind(name="missing sum", place="0 forward .* loss/0", causes=("add up to the", "partial sum"))
-COUNT = Kind(name="loss over a wrong count", place=_LOSS, causes=("1 / dp=2",))
+COUNT = Kind(name="loss over a wrong count", place=_LOSS, causes=("1 / the size of dp",))
 NORM = Kind(name="a norm without one parameter", place="0 grad_sync .* grad_norm/0", causes=("leaves out", "left out"))
 SLICE = Kind(name="wrong slice", place="0 forward .* loss/0", causes=("wrong parts", "shifted", "another order"))
 LAYER = Kind(name="wrong layer", place="0 forward .* (init/.*|loss/0)", causes=())
@@ -69,7 +69,7 @@ FRESH = Kind(name="gradients of one step alone", place="1 (backward|grad_sync) .
 FACTOR = Kind(
     name="a replicated factor not summed", place="0 (backward|grad_sync) .* grad/.*", causes=("never averaged over dp",)
 )
-_OWN = ("never averaged", "each rank's is its own", "add up to the truth")
+_OWN = ("never averaged", "each rank holds its own", "each rank holds a partial sum")
 
 FSDP_EDITS = (
     SAMPLES.planted(
@@ -80,7 +80,7 @@ FSDP_EDITS = (
     COUNT.planted(
         "tp2",
         ("fsdp_tp_example.py", "output.sum().backward()", "(output.sum() / tp_size).backward()"),
-        causes=("1 / tp=2",),
+        causes=("1 / the size of tp",),
     ),
     SLICE.planted(
         "tp2",
@@ -211,7 +211,7 @@ PICOTRON_TP_EDITS = (
         ),
         place=r"0 forward decoder_layers\.0\.attention\.out_proj loss/0",
     ),
-    COUNT.planted("tp2", ("train.py", _MEAN, f"{_MEAN} / {_PGM}.tp_world_size"), causes=("1 / tp=2",)),
+    COUNT.planted("tp2", ("train.py", _MEAN, f"{_MEAN} / {_PGM}.tp_world_size"), causes=("1 / the size of tp",)),
     SLICE.planted(
         "tp2",
         ("tensor_parallel.py", "torch.cat(tensor_list, dim=last_dim)", "torch.cat(tensor_list[::-1], dim=last_dim)"),

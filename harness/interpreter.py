@@ -62,6 +62,28 @@ def turns_of_threads(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """A SIGTERM in the body is a Ctrl-C, unless something else handles it. Processes forked there end by it."""
+    main, owner = threading.current_thread() is threading.main_thread(), os.getpid()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        if os.getpid() == owner:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
 def interrupted_after() -> Iterator[None]:
     """A Ctrl-C in the body raises KeyboardInterrupt after the body. A SIGINT handler that is not Python's own stays."""
     main = threading.current_thread() is threading.main_thread()

@@ -117,7 +117,8 @@ class Vocabulary:
         try:
             return kind(text)
         except ValueError:
-            raise WordError(key, text, "must be a number", f"{key}={known[key][0]}") from None
+            rule = "must be a whole number" if kind is int else "must be a number"
+            raise WordError(key, text, rule, f"{key}={known[key][0]}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

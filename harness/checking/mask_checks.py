@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, RecordedRun, Truth
 from shardproof.harness.mesh_axes import pipelines
@@ -191,16 +192,19 @@ def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
 
 def _of_draws(run: RecordedRun, claims: Claims, names: Sequence[str]) -> Iterator[_Test]:
     """Whether a rank, or the stages of one pipeline, drew the same mask twice, among all its masks of one shape: those
-    of every micro-batch, site and step.
+    of every micro-batch, site and step. The first mask, in the order of training, that was drawn before is told.
     """
     outcomes = run.full_outcomes
     alone = [(rank,) for rank in range(len(outcomes))]
     for ranks in pipelines(claims.axes) or alone:
-        by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+        masks: list[tuple[int, int, str, Tensor]] = []
         for name in names:
             rank = next((rank for rank in ranks if outcomes[rank].get(name)), ranks[0])
-            for block in outcomes[rank].get(name, ()):
-                by_shape.setdefault(tuple(block.local.shape), []).append((f"{name} on rank {rank}", block.local))
+            for number, block in enumerate(outcomes[rank].get(name, ())):
+                masks.append((step_of(name), number, f"{name} on rank {rank}", block.local))
+        by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+        for *_, what, mask in sorted(masks, key=itemgetter(0, 1)):  # all sites of a micro-batch come before the next
+            by_shape.setdefault(tuple(mask.shape), []).append((what, mask))
         for drawn in by_shape.values():
             if len(drawn) == 1:
                 continue

@@ -1,7 +1,7 @@
 """Checks that compare merged tensors with the truth, one kind of name each. Errors are ratios (see `tolerance`)."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from shardproof.harness.checking.finding import Finding
@@ -10,7 +10,7 @@ from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_to
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
 from shardproof.harness.checking.records import Claims, RecordedRun, Truth
-from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about, state_fact
+from shardproof.harness.verdicts.facts import Counts, Fact, Note, NoteKind, Worst, noted_names, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _EQUAL = 1e-6
@@ -46,7 +46,8 @@ def _compare_kinds(
         return None  # captured gradients of a step that a loss scale skips, where the truth has none
     known = [name for name in expected if name in run.tensors]
     absent = [name for name in expected if name not in run.tensors]
-    flawed = {flaw.name for flaw in run.merged.flaws}.intersection(absent)  # another check found these wrong
+    checks = {flaw.name: "replicas" if flaw.kind == "replica conflict" else "merge" for flaw in run.merged.flaws}
+    flawed = {name: checks[name] for name in absent if name in checks}  # that check found these wrong
     notes = notes_about(
         not_returned=tuple(name for name in absent if name not in returned),
         undecided=tuple(name for name in absent if name in returned and name not in flawed),
@@ -62,7 +63,7 @@ def _compare_kinds(
     unjudged = noted_names(notes, *_UNJUDGED)
     of = Counter(kind_of(name) for name in (*(m.name for m in results), *unjudged))
     counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
-    return replace(_with_each_kind(_judge_measures(results, notes), counts, results), decided=counts)
+    return replace(_with_each_kind(_judge_measures(results, notes, flawed), counts, results, flawed), decided=counts)
 
 
 def _measure_tensors(run: RecordedRun, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
@@ -128,7 +129,9 @@ def _is_decisive(measured: Measured) -> bool:
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
 
-def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Sequence[Measured]) -> Finding:
+def _with_each_kind(
+    finding: Finding, counts: Mapping[str, Counts], measured: Sequence[Measured], flawed: Mapping[str, str]
+) -> Finding:
     """The finding; unknown instead of passed if no tensor of a returned kind is decided."""
     totals: Counter[str] = Counter()
     for kind, (decided, _) in counts.items():
@@ -139,18 +142,21 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Se
     names = [name for name in noted_names(finding.notes) if name_of_kind(kind_of(name)) == empty[0]]
     lost = any(m.right and name_of_kind(kind_of(m.name)) == empty[0] for m in measured)
     deviates = any(name_of_kind(kind_of(name)) == empty[0] for name in noted_names(finding.notes, NoteKind.DEVIATES))
-    why = _why_undecided(lost=lost, deviates=deviates)
-    return replace(
-        finding, verdict=UNKNOWN, facts=(state_fact("none_compared", why=why, kind=empty[0], first=names[0]),)
-    )
+    checks = {check for name, check in flawed.items() if name_of_kind(kind_of(name)) == empty[0]}
+    fact = _state_undecided(lost=lost, deviates=deviates, checks=checks, kind=empty[0], first=names[0])
+    return replace(finding, verdict=UNKNOWN, facts=(fact,))
 
 
-def _why_undecided(*, lost: bool, deviates: bool) -> str:
-    """Why no tensor of a kind is decided. `lost`: rounding could explain all of some tensor."""
-    return "rounding" if lost else "stated" if deviates else "unmerged"
+def _state_undecided(*, lost: bool, deviates: bool, checks: Iterable[str], **named: str) -> Fact:
+    """Why no tensor of a kind is decided. `lost`: rounding could explain all of some tensor. `checks` are those that
+    found some wrong.
+    """
+    if not lost and not deviates and (flawed := sorted({*checks})):
+        return state_fact("none_compared", why="flawed", flawed=flawed, **named)
+    return state_fact("none_compared", why="rounding" if lost else "stated" if deviates else "strange", **named)
 
 
-def _judge_measures(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
+def _judge_measures(measured: Sequence[Measured], notes: tuple[Note, ...], flawed: Mapping[str, str]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
     lost = [m.name for m in measured if m.right and not _is_decisive(m)] + overflowing
@@ -170,8 +176,9 @@ def _judge_measures(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Fi
     if overflowing:
         return Finding(verdict=UNKNOWN, facts=(state_fact("overflows", name=overflowing[0]),), notes=unseen)
     if not proved:
-        why = _why_undecided(lost=bool(lost), deviates=bool(noted_names(notes, NoteKind.DEVIATES)))
-        return Finding(verdict=UNKNOWN, facts=(state_fact("none_compared", why=why),), notes=unseen)
+        deviates = bool(noted_names(notes, NoteKind.DEVIATES))
+        fact = _state_undecided(lost=bool(lost), deviates=deviates, checks=flawed.values())
+        return Finding(verdict=UNKNOWN, facts=(fact,), notes=unseen)
     closest = worst_of(proved)
     agree = state_fact("agree", count=len(proved), closest=closest.name)
     return Finding(verdict=PASS, facts=(agree,), worst=as_worst(closest), notes=unseen)

@@ -99,8 +99,9 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     earlier, known = evidence.search.earlier or (None, {})
     if earlier is not None and wrong_names(earlier.run, earlier.truth, known):
         ended = explanation_of(earlier, known)
-        seen = f"seen where the case ends with that step (steps={earlier.run.case.steps})"
-        if earlier.search.earlier and any(line.startswith("seen where") for line in ended.first.beside):
+        running = "found by running with steps="
+        seen = f"{running}{earlier.run.case.steps}"
+        if earlier.search.earlier and any(line.startswith(running) for line in ended.first.beside):
             return ended  # it was ended even earlier
         return replace(ended, first=replace(ended.first, beside=(*ended.first.beside, seen)))
     findings = faults_of(evidence.run, findings)[0]

@@ -124,6 +124,8 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         return First(phase=found.phase, region=found.module, step=0, name=name, note=found.words)
     place, kind = place_of(name, evidence.run.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
+    if start := _module_of_other_start(evidence, phase, region, step):
+        return First(phase="forward", region=start, step=step, name=name)
     ended: tuple[str, ...] = ()
     if (update := update_in_doubt(evidence.run, evidence.truth, name, wrong)) >= 0:
         earlier = evidence.search.earlier
@@ -148,6 +150,16 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         region = region if len(others) == 1 or not updated <= {*wrong} else ""
     beside = (ranks_in_words(evidence, name), name_surrounding_modules(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
+
+
+def _module_of_other_start(evidence: Evidence, phase: str, region: str, step: int) -> str:
+    """The module of a parameter that a rank begins with other values than the truth, if a loss or an output of the
+    first step is all that shows it; else "".
+    """
+    start, samples = evidence.search.other_start, evidence.search.other_samples
+    if start is None or samples is not None or region or step or phase not in ("forward", "loss"):
+        return ""
+    return str(start.values["name"]).rpartition(".")[0]
 
 
 def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:

@@ -77,7 +77,7 @@ class NeededWords:
 
     @property
     def failing(self) -> Iterator[tuple[Change, ...]]:
-        """The cases that `only with` states, as changes of the case: every combination of values, first no change."""
+        """The cases that `fails with` states, as changes of the case: every combination of values, first no change."""
         for values in itertools.product(*(one.fails for one in self.needed)):
             changes = zip([one.word for one in self.needed], values, strict=True)
             yield tuple((word, value) for word, value in changes if value != getattr(self.case, word))

@@ -25,7 +25,7 @@ from shardproof.harness.programs.launch import environment_of
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, boot_id
 from shardproof.harness.programs.tensors.initial_values import NAMES, NO_CUT
 from shardproof.harness.programs.threads.launches import ForkedLaunch, ThreadLaunches
-from shardproof.harness.programs.threads.program import REFUSED
+from shardproof.harness.programs.threads.program import RAISED, REFUSED
 from shardproof.harness.programs.threads.torchrun_words import read_torchrun
 from shardproof.harness.programs.values import FOLDER
 from shardproof.harness.run_folder import guard_writing
@@ -47,7 +47,7 @@ _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NAMES = {
     "first": "launch A",
     "second": "launch B",
-    "again": "launch A again, as it is",
+    "again": "launch A again, as it is, to see whether two runs of it agree",
     "perturbed": "launch A again, to see its rounding",
 }
 """What a launch is called in a message, by its folder. The folders of perturbed runs end in a number."""
@@ -72,8 +72,8 @@ class LaunchRecorder:
     def record(self, name: str, command: Sequence[str], **options: Any) -> Launch:
         """Launch a command and read what it recorded; `options` apply to this recording alone.
 
-        Raises ProgramError with its last lines when it fails before the last step, TimeLimit when the time is up,
-        MachineError when a signal from outside ends it, RequestError when it records nothing.
+        Raises ProgramError with its last lines when it fails between its first and last step, TimeLimit when the time
+        is up, MachineError when a signal from outside ends it, RequestError when it records nothing.
         """
         kind, _, number = name.partition("-")
         words = f"{_NAMES[kind]}, run {number}" if number and kind in _NAMES else _NAMES.get(name, name)
@@ -101,13 +101,16 @@ class LaunchRecorder:
             )
         if status and not is_recorded(folder):
             lines = _last_lines(folder)
+            if self.threads and status == RAISED and read_torchrun(command):
+                lines += "; where its ranks cannot be threads, legal: no --engine inproc"
             if self.threads and status == REFUSED:
                 raise RequestError(f"{what}: {lines.splitlines()[-1].strip()}")
             if -status in _OUTSIDE:
                 raise MachineError(f"{what} was ended by signal {-status} before its last step; {lines}")
-            others = "; where a program cannot have ranks that are threads, legal: no --engine inproc"
+            if not (folder / FOLDER).is_dir():
+                raise RequestError(f"{what} ended with exit status {status} before its first step; {lines}")
             rule = f"ended with exit status {status} before its last step"
-            raise ProgramError(f"{what} {rule}; {lines}{others if self.threads else ''}")
+            raise ProgramError(f"{what} {rule}; {lines}")
         if not (folder / FOLDER).is_dir():
             rule = "nothing was recorded: no module of torch was called and no optimizer took a step"
             raise RequestError(f"{what}: {rule}; {_last_lines(folder)}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardproof.harness.errors import RequestError, name_ranks, ranks_text
+from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.protocols import Axes, CaseLike
 from shardproof.harness.recording.naming import axis_name
 from shardproof.harness.subject import named_axes, state_terms
@@ -87,15 +88,15 @@ class AgainstForm:
     notes: tuple[str, ...]
 
 
-def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> AgainstForm:
-    """Compare every call of these traces with the closed form of a case.
+def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any, text: str = "") -> AgainstForm:
+    """Compare every call of these traces with the closed form of a case, which errors name by its `text` as typed.
 
     Raises RequestError if the subject states none, the world has other ranks, or steps cannot be told apart.
     """
     axes, terms = named_axes(case, subject), state_terms(case, subject)
     if terms is None:
         raise RequestError(f"case {case}: its subject states no closed form; legal: a subject with `expected`")
-    _require_ranks_of_case(traces, case)
+    _require_ranks_of_case(traces, case, text or str(case))
     calls = {trace.rank or 0: _calls_in_steps(trace) for trace in traces}
     every = [call for own in calls.values() for call in own]
     compared, not_compared = _find_compared_fields(every)
@@ -118,13 +119,15 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
 _NEVER_COMPARED = "not compared: reduce op, which traces of torch do not hold"
 
 
-def _require_ranks_of_case(traces: Sequence[Trace], case: CaseLike) -> None:
+def _require_ranks_of_case(traces: Sequence[Trace], case: CaseLike, text: str) -> None:
     """Raise RequestError unless the job of the traces has the ranks of the case."""
     worlds = {trace.world_size for trace in traces} - {None}
     if worlds - {case.world_size} or any((trace.rank or 0) >= case.world_size for trace in traces):
         there = ranks_text(sorted(world or 0 for world in worlds)) or max(trace.rank or 0 for trace in traces) + 1
-        rule = f"has {case.world_size} ranks, and the job of the traces {there}"
-        raise RequestError(f"case {case}: {rule}; legal: the layout of the job")
+        layout = " ".join(f"{axis}={size}" for axis, size in split_axes(case).items()) or "one rank"
+        rule = f"its layout ({layout}) has {case.world_size} ranks, and the job of the traces has {there}"
+        legal = f"a case whose axes give {there} ranks; an axis that is not written has its default"
+        raise RequestError(f"case {text!r}: {rule}; legal: {legal}")
 
 
 def _calls_in_steps(trace: Trace) -> list[TracedCall]:

@@ -287,7 +287,7 @@ def _try_fault(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool
 
 
 YES, NO = "yes", "no"
-FOUND = "only with"
+FOUND = "fails with"
 """The beginning of a line `when:` that names words."""
 RIGHT, AND_MORE, NONE, MISLEADING = JUDGEMENTS = ("right", "right and more", "none", "misleading")
 

@@ -28,14 +28,15 @@ _EXACT = "compared exactly: nothing is allowed to differ"
 _NOTHING = "nothing to measure: this must never be"
 _LISTED = 12
 """The most words in a list."""
+_FLAWED = "not judged here, since check merge or replicas found it wrong"
 _AMOUNTS = 3
 """The most shares of split parameters that a note lists."""
 _WHEN = {
     WhenKind.UNDECIDED: "no other case shows it: each cannot be run or decided, fails for another reason, or changes "
     "further words",
     WhenKind.REFUTED: "nothing that is so again: the plainest case did not fail in this way when it was run once more",
-    WhenKind.NOT_RUN_AGAIN: "not known: time ran out before what was found was run again; a larger --when gives more",
-    WhenKind.NOT_SEARCHED: "not known: time ran out before a case was tried; a larger --when gives more",
+    WhenKind.NOT_RUN_AGAIN: "not known: no time was left to run what was found again; a larger --when searches longer",
+    WhenKind.NOT_SEARCHED: "not searched: no time was left before a case was tried; a larger --when searches longer",
     WhenKind.OTHER_FAULT: "not searched: it was searched for another failure of this case, which has another cause",
     WhenKind.ONLY_IN_THREADS: "only in threads: on processes (--engine pool) the case passes; see subject.per_rank",
 }
@@ -73,7 +74,8 @@ def note_text(note: Note) -> str:
         return f"{note.names[0]}: {loose} of {elements} elements, whose step is within rounding"
     names = _list_words(note.names, _AMOUNTS)
     numbers = ", ".join(f"{number} %" for number in note.numbers)
-    return f"{note.kind.value}: {' '.join(filter(None, (names, note.reason, numbers)))}"
+    kind = _FLAWED if note.kind == NoteKind.FLAWED else note.kind.value
+    return f"{kind}: {' '.join(filter(None, (names, note.reason, numbers)))}"
 
 
 def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedCheck) -> dict[str, str]:
@@ -156,7 +158,7 @@ def _first_line(failure: FailedCheck, statement: str) -> str:
         return " | ".join([*([end.frames] if end.frames else []), *end.lines[1:]]) or end.lines[0]
     shown = [first.name, *first.beside] if first.name else []
     if first.note:
-        shown.append(f"{first.note} (no layout was declared)")
+        shown.append(f"{first.note} (found by comparing modules; the subject states no layout)")
     if first.event:
         shown.append(f"in the ledger: {first.event}")
     shown = shown or [statement] * bool(first.phase)
@@ -166,7 +168,8 @@ def _first_line(failure: FailedCheck, statement: str) -> str:
 def first_place(first: First) -> str:
     """Phase, module and step: "backward of head in step 0"."""
     step = f" in step {first.step}" if first.step >= 0 else ""
-    return f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}{step}"
+    phase = "optimizer update" if first.phase == "step" else first.phase or "unknown phase"
+    return f"{phase}{f' of {first.region}' if first.region else ''}{step}"
 
 
 def _agreement(known: AgreementByKind) -> str:
@@ -186,21 +189,22 @@ def _agreement(known: AgreementByKind) -> str:
 def when_line(when: When) -> str:
     """The words of its case that a failure needs: a list of statements, each of which is one run.
 
-    "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')".
+    "fails with tp=2|4 and zero=1, perhaps act=relu; passes with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')".
     """
     untried = f"no time was left to try {_list_words(when.untried)}" if when.untried else ""
     if when.kind in _WHEN:
         return _WHEN[when.kind]
-    beside = f", perhaps {_list_words(when.perhaps)}" if when.perhaps else ""
-    on = f"{when.case!r}"
+    perhaps, on = _list_words(when.perhaps), f"{when.case!r}"
     if when.kind == WhenKind.NONE_NEEDED:
         ranks = ", on one rank" if when.ranks == 1 else ""
-        return f"no word is known to be needed{beside}; {on} fails{ranks}{f' ({untried})' if untried else ''}"
+        needed = f"; perhaps needed: {perhaps}" if perhaps else ""
+        return f"fails even in the simplest case tried: {on}{ranks}{needed}{f' ({untried})' if untried else ''}"
+    beside = f", perhaps {perhaps}" if perhaps else ""
     right = ", ".join(
         f"with {one.words}" + (f" but for {'|'.join(one.but_for)}" if one.but_for else "") for one in when.right
     )
     tried = "; ".join(filter(None, (on, untried)))
-    return f"only with {' and '.join(when.fails)}{beside}; right {right} (tried on {tried})"
+    return f"fails with {' and '.join(when.fails)}{beside}; passes {right} (tried on {tried})"
 
 
 def follows(shown: str, counts: Mapping[str, int], cases: int) -> str:
@@ -208,12 +212,11 @@ def follows(shown: str, counts: Mapping[str, int], cases: int) -> str:
     Of the shown check itself these are further cases.
     """
     others = {check: count for check, count in counts.items() if check != shown}
-    alike, many = {*others.values()} == {cases}, len(others) > 1
+    alike = {*others.values()} == {cases}
     checks = [check if alike else f"{check} ({_cases(count)})" for check, count in others.items()]
-    fail = f"check{'s'[:many]} {', '.join(checks)} fail{'s'[many:]} too{f', in {_cases(cases)}' if alike else ''}"
-    more = f"check {shown} fails in {_cases(counts.get(shown, 0)).replace(' ', ' more ')}"
-    parts = [fail] * bool(others) + [more] * (shown in counts)
-    return f"same first place: {'; '.join(parts)}" if parts else ""
+    listed = [", ".join(checks) + (f" ({_cases(cases)})" if alike else "")] if others else []
+    more = [f"{shown} ({_cases(counts[shown]).replace(' ', ' more ')})"] if shown in counts else []
+    return f"also failing at this place: {', '.join(listed + more)}" if counts else ""
 
 
 def place(statement: str, failure: FailedCheck | None) -> str:
@@ -260,6 +263,11 @@ def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Seque
 def left_out_fields(fields: Sequence[str], cases: int) -> str:
     """A note on what a closed form leaves open."""
     return f"not checked: {', '.join(fields)} of the calls: the closed form leaves them out ({_cases(cases)})"
+
+
+def not_checked(reason: str, cases: int) -> str:
+    """A note on what a check did not look at."""
+    return f"not checked: {reason} ({_cases(cases)})"
 
 
 def deviation(kind: NoteKind, sentence: str, names: Sequence[str], cases: int) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardproof.reference.case.variants import VARIANTS, lack
+from shardproof.reference.case.variants import VARIANTS, lack, nearest_first
 from shardproof.reference.errors import CaseError
 from shardproof.reference.features import FEATURES, ORDER_NAMES, WORDS
 from shardproof.reference.language import rules
@@ -151,7 +151,9 @@ class Case(_Words):
                 raise CaseError(key, write(getattr(self, key)), rule, legal)
         if self.variant:
             if self.variant not in VARIANTS:
-                raise CaseError("variant", self.variant, "is not a known variant", " ".join(VARIANTS))
+                raise CaseError(
+                    "variant", self.variant, "is not a known variant", " ".join(nearest_first(self.variant))
+                )
             if rule := lack({name: getattr(self, name) for name in WORDS}):
                 raise CaseError("variant", self.variant, rule, "variant=")
 

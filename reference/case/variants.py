@@ -12,6 +12,7 @@ A condition on the words of a case says which cases can show a planted bug:
 import operator
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from shardproof.bugs.record import FOLDER, Bug, read_bugs
@@ -79,8 +80,14 @@ def lack(values: Mapping[str, Any]) -> str:
     return word and "; ".join([f"shows with {word} only", *derived])
 
 
+def nearest_first(name: str) -> list[str]:
+    """The names of all variants; one that is spelt almost like this name comes first."""
+    near = get_close_matches(name, VARIANTS, 1)
+    return [*near, *(other for other in VARIANTS if other not in near)]
+
+
 def words(name: str) -> dict[str, int | float | bool | str]:
     """The words with which a case of this variant shows it in a mode. Raises ValueError for an unknown name."""
     if name not in VARIANTS:
-        raise ValueError(f"variant={name}: is not a known variant; legal: {' '.join(VARIANTS)}")
+        raise ValueError(f"variant={name}: is not a known variant; legal: {' '.join(nearest_first(name))}")
     return {**VARIANTS[name].suite, "variant": name}

@@ -12,8 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module, metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.errors import ShardproofError
@@ -57,6 +58,17 @@ class _Parser(argparse.ArgumentParser):
         _print_error(f"{self.prog}: {message}; see {self.prog} --help")
         self.exit(_WRONG_REQUEST)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """What argparse returns. A word that this command does not know is its error, with the nearest option."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            words = [word for word in unknown if word.startswith("-")] or unknown
+            nearest = [near for word in words for near in get_close_matches(word.partition("=")[0], options, 1)]
+            hint = f"; nearest: {' '.join(nearest)}" if nearest else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
 
 class _Version(argparse.Action):
     """Prints the installed version, which is looked up only then."""
@@ -76,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _build_parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     except SystemExit as end:  # argparse has printed its help or its one message
         return end.code if isinstance(end.code, int) else _WRONG_REQUEST
+    if parsed.command == "help" and parsed.topic is None:
+        _build_parser().print_help()
+        return 0
     if empty := _find_empty_option(parsed):
         _print_error(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
         return _WRONG_REQUEST

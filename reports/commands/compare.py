@@ -79,11 +79,12 @@ def _write_report(comparison: Comparison, arguments: argparse.Namespace) -> None
 
 def _snapshot_one(arguments: argparse.Namespace) -> int:
     run = load(arguments.base)
+    if arguments.save_baseline:
+        _save_baseline(snapshot(run, arguments.base), arguments)
+        return 0
     for note in run.notes:
         show_note(note, sys.stdout)
     show_table(modes_table(side_by_side(run)), sys.stdout)
-    if arguments.save_baseline:
-        _save_baseline(snapshot(run, arguments.base), arguments)
     return 0
 
 
@@ -109,7 +110,7 @@ def _print_comparison(comparison: Comparison) -> None:
     else:
         show_table(times_table(comparison.times), sys.stdout)
     for breach in _shorten_breaches(comparison):
-        show_words(f"breach: {breach}", sys.stdout, style="bold red")
+        show_words(f"exceeds --fail {breach}", sys.stdout, style="bold red")
     asked = ", ".join(map(str, comparison.asked))
     if not comparison.breaches:
         show_message(f"no limit is broken: {asked}", sys.stdout, style="green")

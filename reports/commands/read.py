@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     if meant is not None and case is not None and (reason := refusal(case, meant[0])):
         raise RequestError(f"case {text!r}: {reason}")
     traces = select_steps(read_traces(arguments.files, arguments.rank_regex), steps)
-    against = None if meant is None or case is None else compare_with_form(traces, case, meant[0].call)
+    against = None if meant is None or case is None else compare_with_form(traces, case, meant[0].call, meant[1])
     words = {"case": text} if arguments.case else {}
     folder = write_folder(traces, Path(arguments.out), _name_of_job(arguments.files), ["read", *arguments.files], words)
     show_run(load(folder), sys.stdout)

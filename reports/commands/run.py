@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.harness.errors import MachineError, RequestError, ShardproofError
-from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
+from shardproof.harness.interpreter import COLLECTED_AFTER, ended_as_interrupted, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.forked_process import forkable
@@ -42,8 +42,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run, check, record, report. Exit status: 0 all pass, 1 a check failed or could
     not be decided, 2 nothing ran, 3 the machine failed.
 
-    130 after a Ctrl-C: what was finished is reported, in the folder and on the screen. Of launched ranks, rank 0 alone
-    does this; the others serve it, and are released when it refuses the request.
+    130 after a Ctrl-C or a SIGTERM: what was finished is reported, in the folder and on the screen. Of launched ranks,
+    rank 0 alone does this; the others serve it, and are released when it refuses the request.
     """
     request: Request | None = arguments.request
     if request is None:  # of launched ranks, the first reads it, and releases the others when it is refused
@@ -92,7 +92,7 @@ def _run_request(request: Request) -> "tuple[RunResult, Run]":
     latest = request.out / "latest"
     before = latest.resolve()
     try:
-        with show_progress(sys.stderr) as tick, _run_unhindered():
+        with ended_as_interrupted(), show_progress(sys.stderr) as tick, _run_unhindered():
             result = run_request(
                 request,
                 lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict),

@@ -34,13 +34,14 @@ class Topic:
 
 _WORDS = (
     "words `key=value` in any order, in quotes. A word that is left out has its default; "
-    "a default marked with * is derived from other words when one of them is given. `preset` sets many words at once."
+    "a default marked with * follows from the words named behind its legal values (* from ..), where one of these is "
+    "given. `preset` sets many words at once."
 )
 TOPICS: dict[str, Topic] = {
     "case": Topic(
         title="The words of a case",
         words=lambda: dense_model().case,
-        lead=f"A case is one experiment: {_WORDS}",
+        lead=f"A case is one experiment: {_WORDS} A subject of yours has those of its `subject.words` too.",
         example='shardproof run "mode=tp-sp tp=4 kv_heads=4 steps=3 dtype=bfloat16"',
     ),
     "slice": Topic(

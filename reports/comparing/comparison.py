@@ -10,6 +10,7 @@ of a mode and world size, or at all. A case of the base that the new run lacks b
 that was cut off.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -205,7 +206,7 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
             *_limits_without_bytes(asked, one["events"], two["events"]),
             *describe_breaches(asked, folded, _busiest_rank(by_rank, ["case"]), memory, times),
         ),
-        lines=tuple(_changed_lines(base, new, events)),
+        lines=tuple(_count_equal_lines(_changed_lines(base, new, events))),
     )
 
 
@@ -232,6 +233,12 @@ def _changed_lines(base: Snapshot, new: Snapshot, events: pd.DataFrame) -> Itera
         if at := [line for line in found if line not in before] or found:
             where = f" in {event['region']}" if event["region"] else ""
             yield f"{event['kind']}: {event['phase']} {event['op']} over {event['axis']}{where}, at {', '.join(at[:3])}"
+
+
+def _count_equal_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Each sentence once, with the number of events that it holds for where these are several."""
+    for line, events in Counter(lines).items():
+        yield line if events == 1 else f"{line} ({events} events)"
 
 
 def _pair_cases(base: pd.DataFrame, new: pd.DataFrame) -> dict[str, str]:

@@ -82,7 +82,11 @@ def _add_help(about: argparse.ArgumentParser) -> None:
     about.description = "Print every word of a case or of a slice, or every collective of a case with its reason."
     about.epilog = 'example: shardproof help calls "mode=tp-sp tp=4"'
     about.add_argument(
-        "topic", choices=("case", "slice", "calls"), metavar="case|slice|calls", help="words, or the calls of a CASE"
+        "topic",
+        nargs="?",
+        choices=("case", "slice", "calls"),
+        metavar="case|slice|calls",
+        help="words, or the calls of a CASE; without it, all commands",
     )
     about.add_argument("case", nargs="*", default=[], metavar="CASE", help="of `help calls`: key=value words")
     about.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose calls ({SUBJECT})")

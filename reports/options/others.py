@@ -32,10 +32,10 @@ def commands_of(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
         elif parts:
             parts[-1].append(word)
         else:
-            raise RequestError(f"parity {word}: each command stands behind a -- of its own; legal: {_LEGAL}")
+            raise RequestError(f"{word}: each command stands behind a -- of its own; legal: {_LEGAL}")
     if len(parts) != 2 or not all(parts):
         rule = "takes two commands, each behind a -- of its own (one that has a -- in it: sh -c '...')"
-        raise RequestError(f"parity: {rule}; legal: {_LEGAL}")
+        raise RequestError(f"{rule}; legal: {_LEGAL}")
     return tuple(parts[0]), tuple(parts[1])
 
 

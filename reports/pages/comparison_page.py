@@ -50,7 +50,7 @@ def render_comparison_comment(comparison: Comparison) -> str:
     """The comment: what changed, both sides as bars of text, and folded tables. Text of a run is no markup."""
     lines = [f"## shardproof compare: {_verdict(comparison)}", "", "```text"]
     lines += [_safe(one) for one in (*comparison.changes, *(f"note: {note}" for note in comparison.notes))]
-    lines += [_safe(f"breach: {breach}") for breach in comparison.breaches[:_FEW_BREACHES]]
+    lines += [_safe(f"exceeds --fail {breach}") for breach in comparison.breaches[:_FEW_BREACHES]]
     if len(comparison.breaches) > _FEW_BREACHES:
         lines += [f"{len(comparison.breaches) - _FEW_BREACHES} more limits or places are broken"]
     lines += ["", *_draw_bars(comparison), "```", ""]

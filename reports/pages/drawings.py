@@ -18,9 +18,9 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from shardproof.harness.ledger import BACKWARD, PHASES
-from shardproof.reports.printing.text_tables import byte_size, count, placed_calls, small
+from shardproof.reports.printing.text_tables import NOTHING, byte_size, count, placed_calls, small
 from shardproof.reports.stored.frames import LAYER_NUMBER, Run
-from shardproof.reports.stored.summary import badness_of, split_common_words
+from shardproof.reports.stored.summary import LAUNCH, badness_of, split_common_words
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875 #b8b8b8"
 PHASE_COLOURS = dict(zip((*PHASES, "?"), _COLOURS.split(), strict=True))
@@ -70,18 +70,18 @@ def lines_of_cases(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ..
         sent = wire[row["case"]]
         parts = [(phase, sent[phase], colour) for phase, colour in PHASE_COLOURS.items() if sent.get(phase)]
         kept = 0.0 if pd.isna(row["saved_bytes"]) else float(row["saved_bytes"])
-        ranks = count(row["ranks"])
+        ranks, unseen = count(row["ranks"]), row["against"] == LAUNCH
         made.append(
             CaseBars(
                 verdict=row["verdict"],
                 mode=str(row["mode"]),
                 ranks=ranks,
                 case=row["own"] or shared or "-",
-                calls=placed_calls(row),
+                calls=NOTHING if unseen else placed_calls(row),
                 wire=draw_bar(parts, longest, "wire"),
                 wire_bytes=sum(sent.values()),
-                wire_size=byte_size(sum(sent.values())),
-                payload_size=byte_size(row["payload_bytes"]),
+                wire_size=NOTHING if unseen else byte_size(sum(sent.values())),
+                payload_size=NOTHING if unseen else byte_size(row["payload_bytes"]),
                 saved=draw_bar([("saved", kept, SAVED)], fullest, "memory"),
                 saved_bytes=kept,
                 saved_size=byte_size(row["saved_bytes"]),

@@ -60,7 +60,7 @@ _WORDS = {
     "saved": "the most bytes that autograd held for backward on a rank",
     "exposed": "time inside calls that are waited for at once, so that the rank does not compute",
     "allowed": "how far a right result may be from the dense model, from dtype and depth; exact checks allow 0",
-    "decided": "tensors found right or wrong, of those that the case has",
+    "decided": "tensors whose limit is small enough to judge, of those that the case has",
     "verdict": "pass, fail, or unknown: a check that could not be answered is never a pass",
 }
 """Meanings of column headers."""
@@ -137,6 +137,7 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "command": _command_of_run(run.env),
         **_plot_growth(run),
         "pictures": list(draw_pictures(program["frames"])) if program.get("frames") else [],
+        "launches": headline["against"].eq(summary.LAUNCH).all(),
         "traffic": program["traffic"] if program else [*_traffic_tables(run), *witness_tables(run.path)],
         "cases": [] if program else _case_tables(run),
         "stated": [] if program else _stated_calls(run),

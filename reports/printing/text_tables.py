@@ -137,6 +137,11 @@ def shorten_table(shown: Table, most: int, where: str) -> Table:
     return replace(shown, rows=shown.rows[:most], note=f"{shown.note}; {note}" if shown.note else note)
 
 
+_OF_ONE_RANK = (
+    "calls and bytes (payload): one rank, the whole run; saved: the most bytes that autograd held on a rank; "
+)
+
+
 def headline_table(headline: pd.DataFrame) -> Table:
     """The one table of a run, from `summary.headline`."""
     shared, own = split_common_words(headline["words"])
@@ -153,24 +158,23 @@ def headline_table(headline: pd.DataFrame) -> Table:
             )
         ],
     )
-    if (headline["against"] == LAUNCH).all():
-        frame = frame.assign(both_calls=NOTHING, payload_bytes=math.nan)
+    launches = (headline["against"] == LAUNCH).all()  # calls and saved bytes are not recorded then
     return table(
         _title_of_comparison(headline) + (f"; all have {shared}" if shared else ""),
         frame,
         (str, "mode"),
         (count, "ranks"),
-        (pair, "calls fwd / bwd: both_calls"),
-        (byte_size, "bytes per rank: payload_bytes"),
-        (pair, "expected: expectation"),
-        (byte_size, "saved: saved_bytes"),
+        (pair, "" if launches else "calls fwd / bwd: both_calls"),
+        (byte_size, "" if launches else "bytes per rank: payload_bytes"),
+        (pair, "" if launches else "expected: expectation"),
+        (byte_size, "" if launches else "saved: saved_bytes"),
         (pair, "max error / allowed: both_errors"),
         (mark, _column_of_dtypes(headline)),
         (pair, "decided: tensors_decided"),
         (str, "verdict"),
         (mark, "case: own_words"),
-        note="calls and bytes (payload): one rank, the whole run; saved: the most bytes that autograd held on a rank; "
-        "error: the largest beside its limit; decided: tensors found right or wrong",
+        note=("" if launches else _OF_ONE_RANK)
+        + "error: the largest beside its limit; decided: tensors whose limit is small enough to judge",
     )
 
 

@@ -42,7 +42,7 @@ class Bug:
 
     @property
     def follows(self) -> str:
-        """Words on further failures: "same first place: check update fails too, in 1 case", or ""."""
+        """Words on further failures: "also failing at this place: update (1 case)", or ""."""
         return words.follows(self.verdict.check, self.others, self.cases)
 
 

@@ -53,6 +53,7 @@ def unchecked_notes(run: Run) -> list[str]:
         _note_splits,
         _note_unreturned,
         _note_left_out_fields,
+        _note_unnamed_groups,
         _note_deviations,
         _of_dtype,
         _note_lower_precision,
@@ -120,6 +121,12 @@ def _note_left_out_fields(run: Run) -> Iterator[str]:
     """Fields of calls that no closed form states, and in how many cases."""
     found = Counter(names for one in run.records for names in fields_left_out(one))
     yield from (words.left_out_fields(names, cases) for names, cases in found.items())
+
+
+def _note_unnamed_groups(run: Run) -> Iterator[str]:
+    """Groups whose name is that of no axis, so that their ranks are not compared, and in how many cases."""
+    found = Counter(note.reason for one, note in _select_notes(run, NoteKind.UNCHECKED) if one.check == "groups")
+    yield from (words.not_checked(reason, cases) for reason, cases in found.items())
 
 
 def _note_deviations(run: Run) -> Iterator[str]:

@@ -68,7 +68,7 @@ def test_lines_of_bugs_and_cases_that_are_drawn(seed: int, tmp_path: Path) -> No
 
 def test_a_line_is_a_list_of_cases() -> None:
     line = (
-        "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 wdp=1 but for replicas|ledger "
+        "fails with tp=2|4 and zero=1, perhaps act=relu; passes with tp=1, with zero=0 wdp=1 but for replicas|ledger "
         "(tried on 'tp=2 zero=1'; no time was left to try bias)"
     )
     assert [(one.case.removeprefix("tp=2 zero=1 "), one.fails, sorted(one.but_for)) for one in statements(line)] == [
@@ -77,8 +77,8 @@ def test_a_line_is_a_list_of_cases() -> None:
         ("tp=1", False, []),
         ("zero=0 wdp=1", False, ["ledger", "replicas"]),
     ]
-    plainest = "no word is known to be needed, perhaps dp=2; 'tp=1 dp=2' fails (no time was left to try bias)"
+    plainest = "fails even in the simplest case tried: 'tp=1 dp=2'; perhaps needed: dp=2 (no time was left to try bias)"
     assert statements(plainest) == [Statement(case="tp=1 dp=2", fails=True)]
-    assert statements("not known: time ran out before a case was tried; a larger --when gives more") == []
+    assert statements("not searched: no time was left before a case was tried; a larger --when searches longer") == []
     with pytest.raises(ValueError, match="is no line of this kind"):
         statements("wrong with tp=2")

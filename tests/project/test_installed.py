@@ -168,7 +168,7 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path
     subject.write_text(f"from parallel.mine import OWNER\n{program}\nassert OWNER == 'me'\n")
     proved, compared = done_by(prove), done_by(run)
     assert proved.returncode == 1 and "new" in proved.stdout and "--update-ledgers" in proved.stdout, proved.stdout
-    assert compared.returncode == 1 and "breach: calls:0: tp data" in compared.stdout, compared.stdout
+    assert compared.returncode == 1 and "exceeds --fail calls:0: tp data" in compared.stdout, compared.stdout
 
 
 @pytest.mark.slow

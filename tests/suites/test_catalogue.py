@@ -101,7 +101,7 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
     with engine_named("inproc") as engine:
         killed = mutant_killed(bug, "tp-sp", engine, twin=True)
         assert (killed.row.killed, killed.row.twin) == (True, "yes")
-        assert killed.row.when.startswith("only with ") and "tp=2" in killed.row.when
+        assert killed.row.when.startswith("fails with ") and "tp=2" in killed.row.when
         case = cases_showing(bug, "tp-sp")[0]
         with bug.subject() as wrong:
             monkeypatch.setattr(kill_rows, "SUBJECT", wrong)
@@ -111,9 +111,9 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
 
 def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
     rows = [
-        dataclasses.replace(kill("good", "ledger", right="yes"), twin="yes", when="only with tp=2; right with tp=1"),
+        dataclasses.replace(kill("good", "ledger", right="yes"), twin="yes", when="fails with tp=2; passes with tp=1"),
         dataclasses.replace(
-            kill("bad", "ledger", right="no"), twin="no", when="no word is known to be needed; 'tp=1' fails"
+            kill("bad", "ledger", right="no"), twin="no", when="fails even in the simplest case tried: 'tp=1'"
         ),
         dataclasses.replace(kill("secret", "ledger", right="no", held_back=True), twin="yes"),
     ]

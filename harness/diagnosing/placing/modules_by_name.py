@@ -40,12 +40,16 @@ _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 _NO_FIT = Fit(state=UNKNOWN)
 _Tensors = Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]
 """A function from the calls of a program's modules to some of their tensors, by path."""
-_UNLIKE = "is not the dense model's, however its parts are put together"
 _OUTPUTS, _GRADIENTS, _INPUT_GRADIENTS = map(attrgetter, ("outputs", "gradients", "input_gradients"))
 
 
 def _first_inputs(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
     return {path: [call[0] for call in given if call] for path, given in calls.inputs.items()}
+
+
+def _tell_unlike(what: str, module: str) -> str:
+    """That this tensor of a module agrees with the truth under no layout."""
+    return f"no way of joining the ranks' parts of the {what} of {module} gives the dense model's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +93,19 @@ class _Search:
         if parts := self._left_in_parts(self._order, fits, "forward", wrong):
             axis = fits[parts[0]].summed
             inner = next((path for path in parts if path not in self._plain), self._around(parts[-1]))
-            words = f"what it returns are partial sums over {axis} that nobody adds up"
+            words = f"its output is a partial sum on each rank of {axis}, and nothing sums it"
             return Located(phase="forward", module=self._own(inner), words=words, summed=axis)
         if wrong is None:
             return None
         module, given = wrong, self._fit_inputs(wrong)
         while module and self._fit_inputs(module).state == DIFFERS:
             module = self._around(module)
-        shown, words = fits[wrong].shown, f"its output {_UNLIKE}"
+        shown, words = fits[wrong].shown, _tell_unlike("output", self._own(wrong))
         if module != wrong:
             shown = given.shown
-            words = f"what it gives to {self._names[wrong]} {_UNLIKE}"
+            words = _tell_unlike("input", self._own(wrong))
         if not module and wrong == self._order[0]:  # it comes first, so the data are wrong
-            module, words = wrong, f"what it is given {_UNLIKE}"
+            module, words = wrong, _tell_unlike("input", self._own(wrong))
         return Located(phase="forward", module=self._own(module), words=words, shown=shown)
 
     def backward(self) -> Located | None:
@@ -111,13 +115,12 @@ class _Search:
         wrong = self._first_wrong(order, fits, "backward")
         if parts := self._left_in_parts(order, fits, "backward", wrong):
             first, axis = parts[0], fits[parts[0]].summed
-            words = (
-                f"the gradients of what {self._names[first]} returns are partial sums over {axis} that nobody adds up"
-            )
+            given = f"the gradient entering {self._own(first)}'s output"
+            words = f"{given} is a partial sum on each rank of {axis}, and nothing sums it"
             return Located(phase="backward", module=self._own(self._user(first)), words=words, summed=axis)
         if wrong is None:
             return None
-        words = f"the gradient of what {self._names[wrong]} returns {_UNLIKE}"
+        words = _tell_unlike("gradient of the output", self._own(wrong))
         module = self._own(self._user(wrong))
         return Located(phase="backward", module=module, words=words, shown=fits[wrong].shown)
 

@@ -34,6 +34,10 @@ from shardproof.harness.torch_internals.world import rank_tables
 
 REFUSED = 78
 """The exit status of a program whose ranks cannot be threads. The last line that it prints says why."""
+RAISED = 1
+"""The exit status of a program of which a rank raised, or whose ranks parted."""
+_NOT_FOUND = 2
+"""That of a program that cannot be read, as of Python's own."""
 _AGENT = {
     "GROUP_RANK": "0",
     "GROUP_WORLD_SIZE": "1",
@@ -137,12 +141,19 @@ def _code_of_module(name: str) -> tuple[str, CodeType]:
 
 
 def run_program(ranks: int, session_text: str, words: Sequence[str]) -> int:
-    """Run a program, "[-m] NAME arguments", on this number of ranks. Returns the exit status of the process."""
+    """Run a program, "[-m] NAME arguments", on this number of ranks. Returns the exit status of the process.
+
+    A program that ends itself, as argparse does, has printed what it has to say: no traceback follows that.
+    """
     session = ProgramSession.of(session_text)
     os.environ.update({**_AGENT, "ROLE_WORLD_SIZE": str(ranks)})
     recording = _Recording(session, session.values or ValueOptions())
     try:
         main = _Main(words)
+    except (ImportError, OSError, SyntaxError) as problem:
+        sys.stderr.write(f"{problem}\n")
+        return _NOT_FOUND
+    try:
 
         def run_rank(rank: int) -> None:
             leave_uninitialised()
@@ -156,9 +167,13 @@ def run_program(ranks: int, session_text: str, words: Sequence[str]) -> int:
         seed = torch.default_generator.initial_seed()
         request = RunRequest(program=run_rank, args=(), world_size=ranks, seed=seed, timeout_s=session.silence_s)
         InprocEngine().run_request(request, None, _RanksWithModules(recording.modules))
-    except (ShardproofError, ImportError, OSError, SyntaxError) as problem:
+    except (ShardproofError, OSError) as problem:
+        if isinstance(problem.__cause__, SystemExit):
+            code = problem.__cause__.code
+            sys.stderr.write("" if isinstance(code, int) else f"{code}\n")
+            return code if isinstance(code, int) else RAISED
         if problem.__cause__ is not None:
             traceback.print_exception(problem.__cause__)
         sys.stderr.write(f"{problem}\n")
-        return 1
+        return RAISED
     return 0

@@ -18,6 +18,12 @@ _WHAT = {
 """What a factor multiplies, in words."""
 _POWERS = {1: "{}", -1: "1 / {}", 2: "the square of {}", -2: "1 / the square of {}"}
 """Powers of a size that a factor may be, in words."""
+_SIZES = {
+    "micro": "the number of micro-batches",
+    "all ranks": "the number of ranks",
+    "tokens of the step": "the number of tokens of the step",
+}
+"""Sizes that are not those of an axis, in words."""
 _WHO = {
     "recorder": "the recorder",
     "torch": "the torch profiler",
@@ -35,11 +41,14 @@ def _factor(
     unsure: bool = False,
 ) -> str:
     """A factor, the sizes of the case whose power it is, and what it is in cases of other sizes."""
-    relation = _WHAT[what].format(describe_factor(factor), step=step)
-    which = " or ".join(dict.fromkeys(_POWERS[power].format(size) for size, power in sizes))
+    number = describe_factor(factor)
+    relation = _WHAT[what].format(number, step=step)
+    names = ((size.partition("=")[0], power) for size, power in sizes)
+    powers = (_POWERS[power].format(_SIZES.get(name, f"the size of {name}")) for name, power in names)
+    which = " or ".join(dict.fromkeys(powers))
     others = ", ".join(f"{there:.4g} where {label}" for there, label in elsewhere)
     shown = "a constant factor would look the same" if unsure else others
-    return relation + (f", which is {which}" if which else "") + (f" ({shown})" if shown else "")
+    return relation + (f"; {number.removesuffix(' x')} is {which}" if which else "") + (f" ({shown})" if shown else "")
 
 
 def _wrong_parts(dim: int, size: int, axis: str, parts: Sequence[int]) -> str:
@@ -61,6 +70,11 @@ def _step_before(step: int) -> str:
 
 def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + " ..." * (len(names) > _SHOWN)
+
+
+def _ranks_of(over: str) -> str:
+    """The ranks of an axis, "tp=2", or all ranks."""
+    return over if over == _ALL_RANKS else f"the ranks of {over}"
 
 
 def _some_ranks(ranks: Sequence[int]) -> str:
@@ -116,8 +130,12 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "counted_times": lambda weights: (
         f"its micro-batches count {', '.join(f'{one:.3g}' for one in weights)} times instead of once each"
     ),
-    "partial_sums": "the ranks' values add up to the truth over {over}: each holds one partial sum, never reduced",
-    "never_averaged": "each rank's is its own, and their mean over {over} is the truth: never averaged over {axis}",
+    "partial_sums": lambda over: (
+        f"the sum over {_ranks_of(over)} is the truth: each rank holds a partial sum that was never reduced"
+    ),
+    "never_averaged": lambda over, axis: (
+        f"the mean over {_ranks_of(over)} is the truth: each rank holds its own, never averaged over {axis}"
+    ),
     "factor": _factor,
     # norms
     "norm_of_parts": "each rank's norm is that of its own parts",

@@ -114,12 +114,14 @@ def _unlike_grouping(name: str, words: str, here: str, ratio: float, grows: Sequ
 _WHY_UNDECIDED = {
     "rounding": "rounding alone explains any error",
     "stated": "every one deviates as stated",
-    "unmerged": "the ranks disagree on each tensor, their parts do not fit together, or the truth lacks it",
+    "strange": "the truth has none of these names",
 }
 
 
-def _none_compared(why: str, kind: str = "", first: str = "") -> str:
+def _none_compared(why: str, kind: str = "", first: str = "", flawed: Sequence[str] = ()) -> str:
     what = f"none of the {kind}" if kind else "nothing of this kind"
+    if why == "flawed":
+        return f"{what} was compared: check {' or '.join(flawed)} already found the ranks' parts wrong"
     return f"{what} was compared: {_WHY_UNDECIDED[why]}{f'; first: {first}' if first else ''}"
 
 

@@ -20,12 +20,12 @@ def _rows_differ(
         parts.append(f"ranks {ranks_text(shared)} read the same batch, as if they were one data rank")
     if missing:
         rows = f"{len(missing)} of launch A's {samples} samples {_verb(missing)}"
-        parts.append(f"{rows} read by no rank, first {_row(missing)}")
+        parts.append(f"{rows} read by no rank, e.g. {_row(missing)}")
     if twice:
-        parts.append(f"{len(twice)} {_verb(twice)} read more than once, first {_row(twice)}, by {name_ranks(twice_on)}")
+        parts.append(f"{len(twice)} {_verb(twice)} read more than once, e.g. {_row(twice)}, by {name_ranks(twice_on)}")
     if foreign:
         rows = f"{len(foreign)} {_verb(foreign)} read that launch A does not have in this step"
-        parts.append(f"{rows}, first {_row(foreign)} on rank {foreign[0][2]}")
+        parts.append(f"{rows}, e.g. {_row(foreign)} on rank {foreign[0][2]}")
     return f"step {step}: {'; '.join(parts)}"
 
 

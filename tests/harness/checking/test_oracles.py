@@ -187,7 +187,7 @@ def looked_at(*ranks: dict[str, Tensor], dim: int = 1, **changes: Any) -> Findin
     return found
 
 
-NAME, NEXT = "mask/0/embedding", "mask/1/embedding"
+NAME, LAYER, NEXT = "mask/0/embedding", "mask/0/layers.0.mlp", "mask/1/embedding"
 
 
 def test_independent_masks_pass_and_none_claim_nothing() -> None:
@@ -216,6 +216,17 @@ def test_a_mask_that_is_drawn_twice_or_by_two_stages_fails() -> None:
     assert (found.verdict, found.names, found.ranks) == (FAIL, (NEXT,), (0, 1))
     assert f"{NEXT} on rank 1 (draw 1) is that of {NAME} on rank 0 (draw 0)" in found.message
     assert looked_at({NAME: drawn(1)}, {NEXT: drawn(2)}, case=stages, from_ranks=(NAME, NEXT)).verdict == PASS
+
+
+def test_the_mask_of_the_first_micro_batch_that_was_drawn_before_is_told() -> None:
+    """Each rank has one block a micro-batch."""
+    outcomes = []
+    for rank, seeds in enumerate([(1, 1), (2, 3)]):
+        blocks = [Shard(drawn(seed), (4 * micro, 8 * rank, 0), (8, 16, 20)) for micro, seed in enumerate(seeds)]
+        outcomes.append({NAME: blocks, LAYER: blocks if rank == 0 else []})
+    seen = evidence(*outcomes, case=CASE, truth={}, from_ranks=(NAME, LAYER))
+    found = check_masks(seen.run, seen.truth, seen.claims)
+    assert found is not None and (found.verdict, found.names) == (FAIL, (LAYER,))
 
 
 OTHER_RATE = "elements on rank 0, and its rate of dropout is 0.25"

@@ -74,9 +74,13 @@ def diagnosed(changes: dict[str, str], case: str = "tp=2 dp=2 micro=2") -> Diagn
 @pytest.mark.parametrize(
     ("changes", "id", "words"),
     [
-        ({SUMS: SUMS.replace("*(weight.grad for weight in model.parameters())", "")}, "not_summed", "over dp=2"),
+        (
+            {SUMS: SUMS.replace("*(weight.grad for weight in model.parameters())", "")},
+            "not_summed",
+            "over the ranks of dp=2",
+        ),
         ({PART: "/ (case.micro * len(dp_ranks))", SUMS: "for tensor in ():"}, "not_averaged", "never averaged over dp"),
-        ({PART: "/ (case.micro * len(dp_ranks))"}, "size_factor", "which is dp=2"),
+        ({PART: "/ (case.micro * len(dp_ranks))"}, "size_factor", "2 is the size of dp"),
         (norm(OWN_NORM + 'outcome["total_norm"] = sum(squares).sqrt()'), "norm_members", "its own parts"),
         (
             {

@@ -13,6 +13,7 @@ from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.outcome.merging import Merged
 from shardproof.harness.protocols import Shard
+from shardproof.harness.verdicts.facts import state_fact
 from shardproof.reports.stored.failures import bugs_of_run
 from tests.harness.diagnosing.test_six_lines import LOSS, W1
 from tests.harness.noted import failed
@@ -71,6 +72,19 @@ def test_replicas_that_differ_by_rounding_are_compared_where_all_are_wrong(facto
         assert told_by(seen, "parameter_gradients")[4].startswith("causes: it is 2 x the truth")
 
 
+def test_a_loss_that_other_initial_values_explain_is_wrong_in_the_module_that_has_them() -> None:
+    start = state_fact("starts_otherwise", rank=1, name=W1.removeprefix("grad/"))
+    seen = planted({"loss/0": truth()["loss/0"] * 2}).with_found(other_start=start)
+    places = [first_place(seen, [name], None) for name in ("loss/0", "act/head", "loss/1")]
+    assert [(one.phase, one.region, one.step) for one in places] == [
+        ("forward", W1.removeprefix("grad/").removesuffix(".weight"), 0),
+        ("forward", "head", 0),
+        ("loss", "", 1),
+    ]
+    samples = state_fact("samples_differ", step=0, ranks=[1], truth=[0])
+    assert first_place(seen.with_found(other_samples=samples), ["loss/0"], None).region == ""
+
+
 def test_replicas_that_differ_by_more_are_no_value_to_compare() -> None:
     far = truth()[W1] * 20
     for other in (2 * far, far.where(far != far.max(), torch.tensor(torch.nan, dtype=far.dtype))):
@@ -84,7 +98,7 @@ def test_values_whose_mean_is_the_truth_were_never_averaged(form: Callable[[torc
     outcomes = [{name: form(truth()[name] + sign * apart)} for sign in (1, -1)]
     seen = evidence(*outcomes, case=case("mode=tp dp=2 tp=1"), events=(), expectation=None)
     (cause,) = explanation_of(seen, {"replicas": run_checks(seen)["replicas"]}).causes
-    assert (cause.id, cause.words.rpartition(": ")[2]) == ("not_averaged", "never averaged over dp")
+    assert (cause.id, cause.words.rpartition(", ")[2]) == ("not_averaged", "never averaged over dp")
     other = evidence({name: truth()[name] + apart}, {name: truth()[name]}, case=case("mode=tp dp=2 tp=1"), events=())
     assert "not_averaged" not in ids_of(other)
 

@@ -72,7 +72,7 @@ def test_factor_is_told_by_sizes_that_it_can_come_from(factors: dict[str, float]
 
 
 def test_four_losses_show_a_factor_and_three_do_not() -> None:
-    for steps, causes in ((3, "none is known; "), (4, "all are 2 x the truth, which is tp=2")):
+    for steps, causes in ((3, "none is known; "), (4, "all are 2 x the truth; 2 is the size of tp")):
         true = {f"loss/{step}": drawn().abs() + 5 + step for step in range(steps)}
         found = seen({n: 2 * loss for n, loss in true.items()}, f"mode=tp tp=2 seq=16 micro=1 steps={steps}", true)
         assert told_by(found)[4].startswith(f"causes: {causes}")
@@ -80,7 +80,10 @@ def test_four_losses_show_a_factor_and_three_do_not() -> None:
 
 def test_a_loss_and_gradients_that_share_a_factor_show_it_together() -> None:
     gradients = [name for name in truth() if name.startswith("grad/")]
-    for other, causes in ((2, "it and all wrong gradients are 2 x the truth, which is tp=2"), (3, "none is known; ")):
+    for other, causes in (
+        (2, "it and all wrong gradients are 2 x the truth; 2 is the size of tp"),
+        (3, "none is known; "),
+    ):
         found = multiplied({"loss/0": 2, **dict.fromkeys(gradients, 2), W1: other})
         assert told_by(found)[4].startswith(f"causes: {causes}")
 

@@ -53,7 +53,8 @@ def test_a_shorter_dtype_is_not_tried() -> None:
     short = VOCABULARY.case({"dtype": "bfloat16"})
     found, _ = searched(short, {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "float64")
     assert (
-        when_line(found.when) == "only with dtype=float32|bfloat16; right with dtype=float64 (tried on 'dtype=float32')"
+        when_line(found.when)
+        == "fails with dtype=float32|bfloat16; passes with dtype=float64 (tried on 'dtype=float32')"
     )
 
 
@@ -61,14 +62,15 @@ def test_values_that_fail_alike_are_listed_with_those_that_are_right() -> None:
     case = VOCABULARY.case({"w3": "on", "tp": 2})
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: other.w3 != "off" and other.tp == 2)
     assert (
-        when_line(found.when) == "only with w3=on|other and tp=2; right with w3=off, with tp=1 (tried on 'tp=2 w3=on')"
+        when_line(found.when)
+        == "fails with w3=on|other and tp=2; passes with w3=off, with tp=1 (tried on 'tp=2 w3=on')"
     )
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: True)
-    assert when_line(found.when) == "no word is known to be needed; 'tp=1' fails, on one rank"
+    assert when_line(found.when) == "fails even in the simplest case tried: 'tp=1', on one rank"
     case = VOCABULARY.case({"tp": 4, "w3": "on"})
     found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
     assert str(found.case).split()[0] == "tp=2", "the plainest number with which the case fails"
-    assert when_line(found.when) == "only with tp=2|4; right with tp=1 (tried on 'tp=2')"
+    assert when_line(found.when) == "fails with tp=2|4; passes with tp=1 (tried on 'tp=2')"
 
 
 def test_words_without_time_are_named() -> None:
@@ -99,10 +101,13 @@ def test_the_plainest_dtype_and_one_rank_come_first() -> None:
     assert tried == ["float64 2 2 on", "float64 1 1 on"]
     found, _ = searched(VOCABULARY.case({"tp": 2}), of, lambda other: other.tp == 2, most=1)
     assert when_line(found.when).startswith(
-        "only with tp=2; right with tp=1 (tried on 'tp=2'; no time was left to try w0"
+        "fails with tp=2; passes with tp=1 (tried on 'tp=2'; no time was left to try w0"
     )
     found, _ = searched(case, of, lambda other: True, most=0)
-    assert when_line(found.when) == "not known: time ran out before a case was tried; a larger --when gives more"
+    assert (
+        when_line(found.when)
+        == "not searched: no time was left before a case was tried; a larger --when searches longer"
+    )
 
 
 def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_than_the_failing_one() -> None:
@@ -132,7 +137,7 @@ def test_a_word_is_not_stated_for_what_changed_with_it() -> None:
     found, _ = searched(Case.parse("vocab=509 dp=2"), {word: of[word] for word in ("family", "vocab")}, fails)
     assert found.needed == () and "right" not in when_line(found.when)
     found, _ = searched(Case.parse("vocab=509 dp=2"), of, fails)
-    assert when_line(found.when) == "only with dp=2, perhaps vocab=509; right with dp=1 (tried on 'dp=2')"
+    assert when_line(found.when) == "fails with dp=2, perhaps vocab=509; passes with dp=1 (tried on 'dp=2')"
 
 
 def test_what_contradicts_the_failing_case_is_tried_beside_its_own_words() -> None:
@@ -143,7 +148,7 @@ def test_what_contradicts_the_failing_case_is_tried_beside_its_own_words() -> No
         lambda other: (other.w3, other.w5) in {("other", "on"), ("off", "off")},
     )
     assert when_line(found.when) == (
-        "only with w3=other and w5=on; right with w3=off|on, with w5=off|other (tried on 'w3=other w5=on')"
+        "fails with w3=other and w5=on; passes with w3=off|on, with w5=off|other (tried on 'w3=other w5=on')"
     )
     assert runs < 4 * len(WORDS)
 

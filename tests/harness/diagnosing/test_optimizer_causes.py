@@ -193,7 +193,7 @@ W1, PARAM = "grad/layers.0.mlp.w1.weight", "param/layers.0.mlp.w1.weight"
         (W1, "backward of layers.0.mlp.w1 in step 0", [PARAM]),
         (W1, "backward of head in step 0", ["grad/embedding.tokens.weight"]),
         ("loss/1", "loss in step 1", [PARAM]),
-        (PARAM, "step of layers.0.mlp.w1 in step 1", []),
+        (PARAM, "optimizer update of layers.0.mlp.w1 in step 1", []),
         ("grad_norm/1", "grad_sync in step 1", [PARAM]),
     ],
 )

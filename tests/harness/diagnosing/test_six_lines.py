@@ -39,7 +39,7 @@ def test_a_wrong_gradient_in_six_lines() -> None:
         f"error:  peak error {peak:.3g} ({peak / 2**-52:.3g} eps), allowed 1e-09 (4.5e+06 eps); "
         "1 tensor of this check wrong",
         "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight",
-        "causes: it is 2 x the truth, which is micro=2",
+        "causes: it is 2 x the truth; 2 is the number of micro-batches",
         'repeat: shardproof run "seq=16" --subject my.module:subject',
     ]
 
@@ -215,10 +215,10 @@ def test_failures_are_grouped_by_first_place() -> None:
     ]
     first, second = bugs_of_run(records)
     assert first.verdict == records[0]
-    assert first.follows == "same first place: check update (1 case) fails too; check forward fails in 1 more case"
-    assert second.follows == "same first place: check forward fails in 1 more case"
+    assert first.follows == "also failing at this place: update (1 case), forward (1 more case)"
+    assert second.follows == "also failing at this place: forward (1 more case)"
     named, _ = bugs_of_run([*records, failed("mode=tp tp=8", "update", HEAD)])
-    assert named.follows == "same first place: check update (2 cases) fails too; check forward fails in 1 more case"
+    assert named.follows == "also failing at this place: update (2 cases), forward (1 more case)"
     assert bugs_of_run(records[:1])[0].follows == ""
 
 

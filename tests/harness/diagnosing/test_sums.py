@@ -230,7 +230,7 @@ def test_what_became_of_parameters_is_told() -> None:
     assert (told.id, told.words) == ("never_updated", f"{name}: as before the first step")
 
 
-@pytest.mark.parametrize(("recorded", "size"), [(False, ", which is dp=2"), (True, "")])
+@pytest.mark.parametrize(("recorded", "size"), [(False, "; 2 is the size of dp"), (True, "")])
 def test_shards_of_data_ranks_are_parts_of_a_sum_where_no_call_was_recorded(recorded: bool, size: str) -> None:
     double = {name: 2 * tensor for name, tensor in truth().items() if name == W1}
     calls = {} if recorded else {"events": ()}

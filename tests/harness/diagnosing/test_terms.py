@@ -142,9 +142,9 @@ def test_partial_sums_are_those_of_an_axis_whose_groups_all_add_up() -> None:
     axes = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
     for order, axis in (((0, 0, 1, 1), "dp=2"), ((0, 1, 0, 1), "tp=2")):
         (told,) = _terms_of([(part, true - part)[place] for place in order], true, axes)
-        assert f"over {axis}" in told.words
+        assert f"over the ranks of {axis}" in told.words
     (told,) = _terms_of([0.1 * part, 0.2 * part, 0.3 * part, true - 0.6 * part], true, axes)
-    assert told.id == "not_summed" and "over all ranks:" in told.words
+    assert told.id == "not_summed" and "over all ranks is the truth" in told.words
 
 
 def test_shards_that_overlap_hold_the_terms_of_what_both_have_or_differ_by_rounding() -> None:

@@ -35,26 +35,26 @@ BOTH = found("tp=2 act=tanh", word("tp", 2, 4, right=1), word("act", "tanh", rig
 
 def test_each_statement_is_run_once_as_it_is_printed() -> None:
     line, runs = tried(BOTH, "tp=4 act=tanh", lambda case: (case.tp > 1 and case.act == "tanh", ()))
-    assert line == "only with tp=2|4 and act=tanh; right with tp=1, with act=relu (tried on 'tp=2 act=tanh')"
+    assert line == "fails with tp=2|4 and act=tanh; passes with tp=1, with act=relu (tried on 'tp=2 act=tanh')"
     assert runs == ["tp=2 act=tanh", "act=tanh", "tp=2", "tp=4 act=tanh"]
 
 
 def test_what_is_not_so_again_is_left_out() -> None:
     line, _ = tried(BOTH, "tp=2 act=tanh", lambda case: (case.tp == 2 and case.act == "tanh", ()))
-    assert line.startswith("only with tp=2 and act=tanh; right with tp=1, with act=relu"), "tp=4 does not fail again"
+    assert line.startswith("fails with tp=2 and act=tanh; passes with tp=1, with act=relu"), "tp=4 does not fail again"
     line, _ = tried(BOTH, "tp=4 act=tanh", lambda case: (case.tp == 2 and case.act == "tanh", ()))
-    assert line.startswith("only with act=tanh, perhaps tp=2; right with act=relu"), "the failing case has tp=4"
+    assert line.startswith("fails with act=tanh, perhaps tp=2; passes with act=relu"), "the failing case has tp=4"
     line, _ = tried(BOTH, "tp=2 act=tanh", lambda case: (case.act == "tanh", ()))
-    assert line.startswith("only with act=tanh, perhaps tp=2; right with act=relu"), "tp=1 fails again"
+    assert line.startswith("fails with act=tanh, perhaps tp=2; passes with act=relu"), "tp=1 fails again"
     line, _ = tried(BOTH, "tp=2 act=tanh", lambda case: (True if case.act == "tanh" else None, ()))
-    assert line == "no word is known to be needed, perhaps tp=2, act=tanh; 'tp=2 act=tanh' fails"
+    assert line == "fails even in the simplest case tried: 'tp=2 act=tanh'; perhaps needed: tp=2, act=tanh"
     line, _ = tried(BOTH, "tp=2 act=tanh", lambda case: (False, ()))
     assert line.startswith("nothing that is so again: the plainest case did not fail")
 
 
 def test_checks_that_fail_for_another_reason_are_named() -> None:
     line, _ = tried(BOTH, "tp=4 act=tanh", lambda case: (case.tp > 1 and case.act == "tanh", ("ledger", "replicas")))
-    assert "right with tp=1 but for ledger|replicas, with act=relu but for ledger|replicas (tried" in line
+    assert "passes with tp=1 but for ledger|replicas, with act=relu but for ledger|replicas (tried" in line
 
 
 def test_words_that_change_with_one_are_named_where_a_reader_needs_them() -> None:
@@ -62,17 +62,17 @@ def test_words_that_change_with_one_are_named_where_a_reader_needs_them() -> Non
     bias = (("bias", True),)
     fails: Callable[[Any], Proved] = lambda case: (case.tp == 2 and not case.bias, ())  # noqa: E731
     line, runs = tried(found("tp=2", word("act", "relu", right="tanh", further=bias)), "tp=2", fails)
-    assert line == "only with act=relu; right with act=tanh bias=true (tried on 'tp=2')"
+    assert line == "fails with act=relu; passes with act=tanh bias=true (tried on 'tp=2')"
     assert runs == ["tp=2", "tp=2 act=tanh bias=true"]
     line, _ = tried(
         found("tp=2 bias=true", word("tp", 2, right=1, further=bias)), "tp=2", lambda case: (case.tp == 2, ())
     )
-    assert line == "only with tp=2; right with tp=1 (tried on 'tp=2 bias=true')"
+    assert line == "fails with tp=2; passes with tp=1 (tried on 'tp=2 bias=true')"
 
 
 def test_a_value_that_a_reader_cannot_have_is_left_out() -> None:
     line, _ = tried(found("tp=2", word("act", "relu", right="none")), "tp=2", lambda case: (True, ()))
-    assert line == "no word is known to be needed, perhaps act=relu; 'tp=2' fails"
+    assert line == "fails even in the simplest case tried: 'tp=2'; perhaps needed: act=relu"
 
 
 def test_what_time_did_not_allow_is_named() -> None:
@@ -85,6 +85,6 @@ def test_what_time_did_not_allow_is_named() -> None:
             raise OutOfTime from None
 
     line, _ = tried(BOTH, "tp=2 act=tanh", proves)
-    assert line == "only with tp=2; right with tp=1 (tried on 'tp=2 act=tanh'; no time was left to try act)"
+    assert line == "fails with tp=2; passes with tp=1 (tried on 'tp=2 act=tanh'; no time was left to try act)"
     line, _ = tried(BOTH, "tp=2 act=tanh", proves)
-    assert line.startswith("not known: time ran out before what was found was run again")
+    assert line.startswith("not known: no time was left to run what was found again")

@@ -20,7 +20,7 @@ LIMIT_S = 240.0
 EDITS: Mapping[str, tuple[str, str, str, str]] = {
     "sampler_seed": ("ddp", "data", "sample/0", "a seed of its own"),
     "missing_average": ("ddp", "grad_sync", "grad/head.weight", "never averaged over dp"),
-    "loss_count": ("ddp", "loss", "loss/0", "which is 1 / dp=2"),
+    "loss_count": ("ddp", "loss", "loss/0", "is 1 / the size of dp"),
     "norm_sum": ("tp", "grad_sync", "grad/head.weight", ""),
     "wrong_slice": ("tp", "forward", "loss/0", "shifted by 1 of 2 shards (tp)"),
     "clip_early": ("ddp", "grad_sync", "grad/head.weight", "never averaged over dp"),

@@ -123,17 +123,17 @@ EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
     "gradients that are not averaged": (
         {"dp": 2, "edits": {"grad": lambda name, own, data: own[data]}},
         ("grad_sync", "head", "grad/head.weight"),
-        "their mean over dp=2 is the truth",
+        "the mean over the ranks of dp=2 is the truth",
     ),
     "gradients added up, not averaged": (
         {"dp": 2, "edits": {"grad": _TWICE}},
         ("grad_sync", "head", "grad/head.weight"),
-        "all are 2 x the truth, which is dp=2",
+        "all are 2 x the truth; 2 is the size of dp",
     ),
     "a loss over all ranks' tokens that is averaged again": (
         {"dp": 2, "edits": {"loss": lambda loss, data, counted: loss / 2}},
         ("loss", "", "loss/0"),
-        "it and all wrong gradients are 0.5 x the truth, which is 1 / dp=2",
+        "it and all wrong gradients are 0.5 x the truth; 0.5 is 1 / the size of dp",
     ),
     "a norm of one rank's parts": (
         {"tp": 2, "edits": {"norm": lambda norm: norm / 2**0.5}},
@@ -148,7 +148,7 @@ EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
     "a replicated gradient that is not summed": (
         {"tp": 2, "edits": {"grad": lambda name, own, data: own[0] / 2 if "norm" in name else own[0]}},
         ("grad_sync", "layers.1.norm", "grad/layers.1.norm.weight"),
-        "all are 0.5 x the truth, which is 1 / tp=2",
+        "all are 0.5 x the truth; 0.5 is 1 / the size of tp",
     ),
     "gradients of the step before": (
         {"tp": 2, "edits": {"grad": stale()}},

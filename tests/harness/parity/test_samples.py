@@ -84,22 +84,22 @@ def test_ranks_that_read_every_sample_once_are_right(layout: str, tmp_path: Path
 WRONG: Mapping[str, tuple[Sequence[Given], str]] = {
     "a row twice": (
         [rows(0, 2), rows(2, 3)],
-        "step 0: 1 of launch A's 4 samples is read by no rank, first row 1 of micro-batch 0; "
-        "1 is read more than once, first row 2 of micro-batch 0, by ranks 0 1",
+        "step 0: 1 of launch A's 4 samples is read by no rank, e.g. row 1 of micro-batch 0; "
+        "1 is read more than once, e.g. row 2 of micro-batch 0, by ranks 0 1",
     ),
     "half a batch": (
         [rows(0), rows(1)],
-        "step 0: 2 of launch A's 4 samples are read by no rank, first row 2 of micro-batch 0",
+        "step 0: 2 of launch A's 4 samples are read by no rank, e.g. row 2 of micro-batch 0",
     ),
     "other rows": (
         [[{"args/0": TOKENS + 1}]],
-        "step 0: 4 of launch A's 4 samples are read by no rank, first row 0 of micro-batch 0; "
-        "4 are read that launch A does not have in this step, first row 0 of micro-batch 0 on rank 0",
+        "step 0: 4 of launch A's 4 samples are read by no rank, e.g. row 0 of micro-batch 0; "
+        "4 are read that launch A does not have in this step, e.g. row 0 of micro-batch 0 on rank 0",
     ),
     "a slice twice": (
         [slices(0, 1), slices(1, 2)],
-        "step 0: 4 of launch A's 4 samples are read by no rank, first row 0 of micro-batch 0; "
-        "4 are read more than once, first row 0 of micro-batch 0, by ranks 0 1",
+        "step 0: 4 of launch A's 4 samples are read by no rank, e.g. row 0 of micro-batch 0; "
+        "4 are read more than once, e.g. row 0 of micro-batch 0, by ranks 0 1",
     ),
 }
 
@@ -140,7 +140,7 @@ def test_rows_that_are_equal_accuse_nobody(tmp_path: Path) -> None:
         assert describe_difference(samples_of(first, recorded(tmp_path / str(number), ranks), 0)) is None
     lacking = samples_of(first, recorded(tmp_path / "c", [rows(0, 1), rows(2, 2)]), 0)
     how = describe_difference(lacking)
-    assert how is not None and "1 of launch A's 4 samples is read by no rank, first row 0" in how.text
+    assert how is not None and "1 of launch A's 4 samples is read by no rank, e.g. row 0" in how.text
 
 
 @pytest.mark.parametrize("left", [False, True])

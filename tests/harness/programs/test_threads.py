@@ -38,6 +38,9 @@ assert len(set(random_numbers)) == size, "processes draw their own numbers"
 assert ranks_state.rank == rank, "another rank has written here"
 if word == "raises" and rank == 1:
     raise ValueError("it broke")
+if word == "usage":
+    print("usage: train.py runs; unrecognized: bad", file=sys.stderr, flush=True)
+    sys.exit(2)
 if word == "apart" and rank == 1:
     dist.barrier()
 if word == "refused":
@@ -82,6 +85,10 @@ def test_every_thread_is_a_rank_as_its_program_knows_it(tmp_path: Path, launches
     with pytest.raises(ProgramError, match=r"ValueError: it broke[\s\S]*legal: no --engine inproc") as raised:
         record("second", [*TORCHRUN, "--nproc-per-node", "2", script, "raises"])
     assert "launch B (" in str(raised.value)
+    usage = r"exit status 2 before its first step; its last lines:\n  usage: .*bad"
+    with pytest.raises(RequestError, match=usage) as refused:
+        record("third", [*TORCHRUN, "--nproc-per-node", "2", script, "usage"])
+    assert "legal" not in str(refused.value)
     with pytest.raises(ProgramError, match=r"ranks disagree in call #2 of world \(0 1\): the op is barrier on rank 1"):
         record("again", [*TORCHRUN, "--nproc-per-node", "2", script, "apart"])
     with pytest.raises(RequestError, match="engine=inproc: it is refused$"):

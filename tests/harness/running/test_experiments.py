@@ -50,9 +50,9 @@ def test_exactly_the_words_that_a_planted_bug_needs(tmp_path: Path) -> None:
     sizes = "family=llama kv_heads=4 vocab=62 dp=2 layers=1 hidden=32 seq=16"
     bug = plant_subject(BUGS["saved-input-not-gathered"].sources())
     result = ran(tmp_path, bug, f"recompute=full distribute_saved=true {sizes}", when_s=60.0)
-    right = "right with tp=1, with distribute_saved=false"
+    right = "passes with tp=1, with distribute_saved=false"
     on = "hidden=32 kv_heads=8 ffn=88 vocab=512 seq=16 batch=1 micro=1 recompute=full distribute_saved=true steps=1"
-    assert when(result) == f"only with tp=2 and distribute_saved=true; {right} (tried on 'layers=1 {on}')"
+    assert when(result) == f"fails with tp=2 and distribute_saved=true; {right} (tried on 'layers=1 {on}')"
     assert {verdict.message.count("\nwhen:   ") for verdict in result.verdicts if verdict.verdict == FAIL} == {1}
     stored = load(result.path).verdicts
     assert list(stored["message"]) == [verdict.message for verdict in result.verdicts]
@@ -65,7 +65,7 @@ only_tanh = own_words.Network(lambda case: 2.0 if case.act == "tanh" and case.dp
 def test_a_subject_with_words_of_its_own_gets_its_own_words(tmp_path: Path) -> None:
     result = ran(tmp_path, only_tanh, "tp=3 dp=2 act=tanh dtype=float32 micro=1", when_s=60.0)
     on = "dp=2 steps=1 micro=1 act=tanh"
-    assert when(result) == f"only with dp=2 and act=tanh; right with dp=1, with act=relu (tried on {on!r})"
+    assert when(result) == f"fails with dp=2 and act=tanh; passes with dp=1, with act=relu (tried on {on!r})"
 
 
 def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_saved(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_s
     bug = plant_subject(BUGS["divided-by-micro-batches-again"].sources())
     result = ran(tmp_path / "runs", bug, larger, simple, when_s=60.0)
     on = "tp=1 layers=1 hidden=16 heads=2 ffn=6 vocab=512 seq=10 batch=1 steps=1"
-    assert when(result, simple) == f"only with micro=2|3; right with micro=1 (tried on {on!r})"
+    assert when(result, simple) == f"fails with micro=2|3; passes with micro=1 (tried on {on!r})"
     assert when(result, larger) == when(result, simple)
     assert {path.name for path in tmp_path.iterdir()} == {"ck", "runs"}
 
@@ -86,8 +86,8 @@ def test_a_case_that_the_line_of_another_one_would_contradict_gets_its_own(tmp_p
     first, second = "dp=2 act=tanh", "tp=3 dp=2"
     result = ran(tmp_path, both, first, second, when_s=60.0)
     lines = {one.case: when_of(one) for one in result.verdicts if one.verdict == FAIL}
-    assert lines[first].startswith("only with dp=2 and act=tanh; right with dp=1, with act=relu (tried on")
-    assert lines[second].startswith("only with tp=3 and dp=2; right with tp=1|2, with dp=1 (tried on")
+    assert lines[first].startswith("fails with dp=2 and act=tanh; passes with dp=1, with act=relu (tried on")
+    assert lines[second].startswith("fails with tp=3 and dp=2; passes with tp=1|2, with dp=1 (tried on")
 
 
 def test_no_case_is_run_twice_by_the_same_checks_and_only_statements_are_run_by_laws(engine: InprocEngine) -> None:
@@ -137,7 +137,7 @@ class Chatting:
 def test_one_rank_that_fails_for_another_reason_is_no_evidence(tmp_path: Path) -> None:
     result = ran(tmp_path, Chatting(), "dp=2 micro=3", when_s=10.0)
     beside = "perhaps dp=2"  # one rank fails otherwise, so nothing is known of it
-    assert when(result) == f"only with micro=2|3, {beside}; right with micro=1 (tried on 'dp=2 micro=2')"
+    assert when(result) == f"fails with micro=2|3, {beside}; passes with micro=1 (tried on 'dp=2 micro=2')"
     stored = load(result.path)
     assert headline_table(headline(stored)).rows[0][2] == "? 3", "calls of which no phase is known"
     assert [note for note in unchecked_notes(stored) if "no module, backward or optimizer" in note and "phase(" in note]
@@ -160,8 +160,8 @@ class Apart:
 def test_another_fault_of_the_case_is_no_evidence_and_has_its_own_line(tmp_path: Path) -> None:
     result = ran(tmp_path, Apart(), "dp=2 micro=2", when_s=10.0)
     lines = {one.check: when_of(one) for one in result.verdicts if one.verdict == FAIL}
-    right = "right with dp=1 but for regrouping, with micro=1 but for replicas"
-    assert lines["forward"] == f"only with dp=2 and micro=2; {right} (tried on 'dp=2 micro=2')"
+    right = "passes with dp=1 but for regrouping, with micro=1 but for replicas"
+    assert lines["forward"] == f"fails with dp=2 and micro=2; {right} (tried on 'dp=2 micro=2')"
     assert lines["replicas"] == when_line(When(kind=WhenKind.OTHER_FAULT))
 
 
@@ -200,7 +200,7 @@ def test_a_factor_that_follows_a_size_comes_from_it() -> None:
     ((known, words),) = causes(lambda case: 1 / case.tp)
     assert (known, "0.3333 where tp" in words or "0.25 where tp=4" in words) == ("size_factor", True)
     ((known, words),) = causes(lambda case: 1 / case.micro)
-    assert (known, "which is 1 / micro=2" in words) == ("size_factor", True)
+    assert (known, "1 / the number of micro-batches" in words) == ("size_factor", True)
     assert "0.3333 where micro=3" in words
 
 

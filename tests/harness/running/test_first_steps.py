@@ -54,8 +54,8 @@ def place(subject: Any, case: str, check: str = "forward") -> str:
 @pytest.mark.parametrize(
     ("change", "steps", "first"),
     [
-        ("update 0", 2, "step in step 0: param/w; seen where the case ends with that step (steps=1)"),
-        ("update 1", 3, "step in step 1: param/w; seen where the case ends with that step (steps=2)"),
+        ("update 0", 2, "optimizer update in step 0: param/w; found by running with steps=1"),
+        ("update 1", 3, "optimizer update in step 1: param/w; found by running with steps=2"),
         ("forward 1", 2, "loss in step 1: loss/1; parameters are right where the case ends before that step (steps=1)"),
     ],
 )
@@ -83,7 +83,7 @@ def rated(case: Any, device: torch.device) -> Mapping[str, Tensor]:
 
 def test_an_error_of_every_update_that_no_loss_shows_is_one_of_the_first() -> None:
     """The loss of step 1 is right to 1e-9 behind an update that is off by 5e-9."""
-    first = "step in step 0: param/weight; seen where the case ends with that step (steps=1)"
+    first = "optimizer update in step 0: param/weight; found by running with steps=1"
     assert place(Changed(rated, truth="alone", words={}), "dp=2", "update") == first
 
 
@@ -121,4 +121,4 @@ def test_returned_parameters_show_it_without_another_run() -> None:
 
 
 def test_what_cannot_end_earlier_blames_the_update_by_what_was_returned() -> None:
-    assert place(Trained("update 0", steps=(2, 3)), "dp=2") == "step in step 0: loss/1"
+    assert place(Trained("update 0", steps=(2, 3)), "dp=2") == "optimizer update in step 0: loss/1"

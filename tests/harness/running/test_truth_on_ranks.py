@@ -97,7 +97,11 @@ def test_the_case_of_a_truth_has_the_words_of_both_and_the_same_global_batch() -
             "tp=2",
             "its truth .*by_rows has no case 'tp={tq}' (the case has no word 'tq'); legal: other",
         ),
-        ("by_rows tp={tp.real}", "tp=2", "has no case 'tp={tp.real}' (tp={tp.real}: must be a number; legal: tp=1)"),
+        (
+            "by_rows tp={tp.real}",
+            "tp=2",
+            "has no case 'tp={tp.real}' (tp={tp.real}: must be a whole number; legal: tp=1)",
+        ),
         ("by_rows wide=1", "tp=2", "(wide=1: is no word of this subject's cases; legal: tp cp dp pp"),
         ("weight_of tp=2", "tp=2", "has no attribute words, so it is a dense model, which runs in one process"),
         ("parting tp=2", "tp=2", "the ranks of the truth .*parting do not make one loss/0: rank 1 differs from rank 0"),

@@ -105,7 +105,7 @@ def test_traces_are_compared_whatever_their_steps_and_ranks(run: CommandLine, tm
     assert status == 1
     assert run("compare", "base.json", "same/latest", *gate)[0] == 0
     assert run("compare", "base.json", "grown.json", *gate)[0] == 1
-    assert "all_reduce (?) of float32 ?, 4,096 bytes" in out and "breach: calls:0" in out
+    assert "all_reduce (?) of float32 ?, 4,096 bytes" in out and "exceeds --fail calls:0" in out
 
 
 def test_steps_that_differ_are_told_and_sizes_of_uneven_all_to_alls_differ_by_themselves(run: CommandLine) -> None:
@@ -300,6 +300,6 @@ def test_read_with_a_case_ends_with_status_1_where_calls_differ(run: CommandLine
     assert "not compared: reduce op" in out and "not compared: phase and module, of traces without modules" in out
     again = run("read", "x.json", "--subject", SUBJECT, "mode=tp tp=2 layers=1")
     assert (again[0], again[1].partition("not compared")[2]) == (1, out.partition("not compared")[2])
-    assert "has 4 ranks, and the job of the traces 2" in run.refused(
+    assert "its layout (tp=4) has 4 ranks, and the job of the traces has 2" in run.refused(
         "read", "x.json", "--case", "mode=tp tp=4 kv_heads=4"
     )

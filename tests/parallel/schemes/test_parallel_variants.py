@@ -18,7 +18,7 @@ from shardproof.suites.drawing.strategies import cases
 FLAT = "it holds the right numbers as if flat memory were its"
 TOLD = {
     "norm-average": ("parameter_gradients", "reduce_op avg instead of sum"),
-    "isp-average": ("parameter_gradients", "x the truth, which is 1 / "),
+    "isp-average": ("parameter_gradients", "is 1 / the size of "),
     "scrambled-embedding": ("parameter_gradients", FLAT),
     "gathered-logits-loss": ("forward", "over tp too many"),
     "flat-dim1": ("activations", FLAT),
@@ -29,10 +29,10 @@ TOLD = {
     "two-stage-swap": ("activation_gradients", "agree with the truth; loss 1 of 1, logits 1 of 1, gradients"),
     "ckpt-early-stop": ("ledger", "the all_reduce over tp is left out|the reduce_scatter over tp is left out"),
     "ddp-rebuild": ("ledger", "the all_reduce over dp is left out"),
-    "pp-scale-missing": ("activation_gradients", "it is 3 x the truth, which is micro=3"),
+    "pp-scale-missing": ("activation_gradients", "it is 3 x the truth; 3 is the number of micro-batches"),
     "tied-no-sync": ("replicas", "the all_reduce over embedding is left out"),
     "tied-bucket-misaligned": ("ledger", "the call is made otherwise: payload_bytes"),
-    "experts-average": ("parameter_gradients", "x the truth, which is 1 / edp="),
+    "experts-average": ("parameter_gradients", "is 1 / the size of edp"),
     "experts-as-dense": ("replicas", "axis dp instead of edp"),
     "expert-norm-by-tp": ("gradient_norm", "one all_reduce over tp too many"),
     "balance-own-tokens": ("activation_gradients", "right: tokens 1 of 1, loss 1 of 1, logits 1 of 1, routing"),

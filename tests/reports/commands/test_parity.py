@@ -49,7 +49,7 @@ def test_a_script_is_held_against_itself_on_one_rank(
     edited = recorder.record("second", trained("--mode", "ddp", "--edit", "loss_count", ranks=2))
     assert cli.main(["compare", "runs/latest/first", str(edited.folder), "--values"]) == 1
     told = capsys.readouterr().out
-    assert "first:  loss in step 0: loss/0" in told and "which is 1 / dp=2" in told
+    assert "first:  loss in step 0: loss/0" in told and "is 1 / the size of dp" in told
     assert f"repeat: shardproof compare {first} {edited.folder} --values" in told
 
 
@@ -102,12 +102,12 @@ def test_folders_without_values_are_one_message(tmp_path: Path, capsys: pytest.C
 
 
 ENDS = {
-    "fails": ("print('it broke'); raise SystemExit(3)", 1, "ended with exit status 3 before its last step"),
+    "fails": ("print('it broke'); raise SystemExit(3)", 2, "ended with exit status 3 before its first step"),
     "fails below torchrun": (
         "print('it broke'); print('E1129 torch/distributed/elastic/multiprocessing/api.py:869] failed'); "
         "[print('=====') for _ in range(20)]; raise SystemExit(1)",
-        1,
-        "ended with exit status 1 before its last step",
+        2,
+        "ended with exit status 1 before its first step",
     ),
     "is killed": ("print('it broke'); import os; os.kill(os.getpid(), 9)", 3, "was ended by signal 9"),
     "hangs": ("print('it broke', flush=True); import time; time.sleep(600)", 3, "did not record 2 steps in 2 seconds"),

@@ -270,7 +270,7 @@ def test_the_command_says_what_and_where_in_words_and_json_and_ends_with_one(
         "KiB",
     ]
     assert out.startswith("tp: new all_gather in backward of layers.1: 6 calls, 3 KiB more on a rank\n")
-    assert "breach: events:0: tp backward layers.1: new all_gather: all_gather of float32 8x16, 512 bytes" in out
+    assert "exceeds --fail events:0: tp backward layers.1: new all_gather: all_gather of float32 8x16, 512 bytes" in out
     status, out, _ = shardproof("compare", "main", str(runs["again"]))
     assert (status, "no limit is broken: events:0" in out) == (0, True)
     assert out.startswith("tp: no event differs: 24 calls, 6 KiB on a rank\n")

@@ -181,7 +181,8 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
 
     assert table_of(truth="itself on one rank, in float64").title == "Every case against the subject on one rank"
     launches = table_of(engine="launches")
-    assert launches.title == "Launch B against launch A" and launches.rows[0][2:4] == ("-", "-"), "no call is recorded"
+    assert launches.title == "Launch B against launch A"
+    assert not [header for header in launches.headers if "calls" in header or "bytes" in header], "none is recorded"
 
 
 # Numbers as text
