@@ -4,7 +4,7 @@
     branches     | the attention of every layer
     placements   | down projections are split by rows with latent_down=column
     partial      | the gradients of duplicated down projections, if hidden states are split
-    activation   | the latents; they lie as hidden states do, and before their norms are whole with latent_down=column
+    activation   | the latents: they lie as hidden states do; with latent_down=column they are whole before their norms
     rows         | the calls of the table below; those of column linears for up projections, and for column down ones
 
 Down projections make short latents, one of queries and one of keys with values, and the rotary features of a key, which
@@ -16,10 +16,10 @@ are the same for all heads. Every rank projects the latents up to its own heads.
     column          | whole         | own features, all-gather                     | rotary keys: all-reduce; own slice
     column          | split         | the same, then latents: slice of own tokens  | the same, latents: all-gather first
 
-A latent enters the up projection as hidden states enter a column linear, so that its gradient comes back complete. A
-rotary key serves the heads of every rank, and each rank computes its own heads' part of the gradient. So the gradient
-is summed over tp once, before it goes further back. Source: arXiv:2405.04434; Megatron-Core 0.16.1 `MLASelfAttention`
-(experts.md 23.2). Megatron sums only for duplicated projections with split hidden states.
+A latent enters the up projection as hidden states enter a column linear, and so its gradient comes back complete. A
+rotary key serves the heads of all ranks, and each rank computes the part of the gradient that its own heads give. This
+gradient is summed over tp once, before it goes further back. Source: arXiv:2405.04434; Megatron-Core 0.16.1
+`MLASelfAttention` (experts.md 23.2). Megatron sums only for duplicated projections with split hidden states.
 
 Context ranks exchange keys and values of one width: values are filled with zeros up to the width of a key.
 """
@@ -47,7 +47,7 @@ from shardproof.reference.model.parameters import dtype_of, shapes
 
 
 class Duplicated(nn.Module):
-    """A linear with its whole weight on every rank; it is applied to the tokens that the rank has."""
+    """A linear with its whole weight on every rank, applied to the tokens that the rank has."""
 
     def __init__(self, shape: tuple[int, ...], *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def _pad_values(core: MaskedCore, case: Case) -> MaskedCore:
 
 
 def _rows(*, columns: bool, split: bool) -> Iterator[CallRow]:
-    """The calls of both projections to latents and of the rotary keys."""
+    """The calls of the down projections and of the rotary keys."""
     gradient = "gradient of the rotary keys, partial: each rank has that of its heads"
     if columns:
         for rows in (SPLIT_COLUMNS, GATHERED_AGAIN[:1]) if split else (COLUMNS,):
@@ -220,5 +220,5 @@ def _rows(*, columns: bool, split: bool) -> Iterator[CallRow]:
 
 
 def _down(leaves: Sequence[str], case: Case) -> Iterator[str]:
-    """The dotted names of these projections to latents."""
+    """The dotted names of the down projections with these last parts, in all layers."""
     return (name.removesuffix(".weight") for name in shapes(case) if _leaf(name) in leaves and name.endswith("weight"))

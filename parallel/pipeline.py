@@ -3,8 +3,8 @@
 Each stage holds consecutive layers, and activations travel from stage to stage. `CasePipeline` is the pipeline as
 `predict` reads it: which stages are alike, what each does in a step.
 
-A rank builds only what its stages hold. The last stage has the loss and the number of tokens, the others 0, and both
-are summed over the pipeline. The squared norm is summed too; a tied token table counts in it only on the first stage.
+A rank builds only what its stages hold. The last stage has the loss and the number of tokens, the others have 0, and
+both are summed over the pipeline. So is the squared norm, in which a tied token table counts only on the first stage.
 The table's gradient is summed over the first and the last stage once a step, after the sums over data ranks (around.md
 18.2), so that both copies take the same steps.
 
@@ -97,8 +97,8 @@ class StageRun(MicroBatches):
         torch.autograd.backward(self.outputs.pop(key), self._gradients.pop(key, None))
 
     def exchange(self, messages: Sequence[Action], peers: Sequence[int]) -> None:
-        """Issue these messages, in one batch for each group, and wait for all of them; `peers` are the global ranks at
-        their ends.
+        """Issue these messages, in one batch for each group, and wait for all of them. `peers` are the global ranks to
+        which they go or from which they come.
         """
         axes = self.rank.mesh.axes
         batches: dict[str, list[dist.P2POp]] = {}
@@ -112,7 +112,7 @@ class StageRun(MicroBatches):
             work.wait()
 
     def _receive_buffer(self, message: Action) -> Tensor:
-        """An empty tensor for a message; it is kept for the computation that needs it."""
+        """An empty tensor for a message, which is kept for the computation that needs it."""
         rank, forward = self.rank, message.kind is Kind.RECV_FORWARD
         shape = message_shape(rank.case, sequence_dim=rank.strategy.sequence_dim)
         tensor = torch.empty(shape, dtype=dtype_of(rank.case), device=rank.device, requires_grad=forward)
@@ -159,7 +159,7 @@ def apply(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _messages(case: Case) -> Iterator[CallRow]:
-    """The messages between stages, activations forward and gradients back. Each rank sends what it has of them."""
+    """The messages between stages: activations forward and gradients back, each rank's own part of them."""
     elements = "slice_tokens // tp * hidden" if case.system.sequence else ACTIVATION
     for op, when, why in (
         ("send", "not last", "activations to the next stage"),
@@ -196,12 +196,12 @@ class CasePipeline:
 
     @property
     def chunks(self) -> int:
-        """The chunks of layers of every stage."""
+        """The number of chunks of layers on every rank."""
         return pipeline_of(self.case).chunks
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Rank -> the first rank that has as many layers of every kind, and the same ends of the model."""
+        """For each rank, the first rank whose stages have the same kinds of layers and the same ends of the model."""
         ranks = stages_by_rank(self.case)
         kinds = [[(stage.first, stage.last, self._kinds(stage)) for stage in own] for own in ranks]
         return tuple(kinds.index(kind) for kind in kinds)
@@ -215,7 +215,7 @@ class CasePipeline:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Programs of all stages in a step."""
+        """The programs of all ranks in a step."""
         return programs(pipeline_of(self.case))
 
     @property
@@ -225,9 +225,9 @@ class CasePipeline:
         return None if stated is None else float(stated)
 
     def sample(self, depth: int | None) -> Case:
-        """A step of few micro-batches: two, three where the case has more, or whole groups of them.
+        """The case with one step of two or three micro-batches, or of whole groups of them when interleaved.
 
-        `depth` is the layers of every chunk, unless some rank then lacks a kind of layer that it has, or gets another.
+        Every chunk then has `depth` layers (None: as before), unless this changes which kinds of layers a rank has.
         """
         case, pipeline = self.case, pipeline_of(self.case)
         few, group = max(2, min(3, case.micro)), pipeline.in_a_row if self.chunks > 1 else 1

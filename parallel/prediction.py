@@ -3,23 +3,23 @@
     added to     | what
     behind_head  | the depths, whose losses are attached to the logits
     local        | the micro-batch moved by 1, 2, .. places, before it is sliced
-    schedule     | counts the step's tokens before its first micro-batch; the losses are divided by these numbers
+    schedule     | the step's tokens are counted before its first micro-batch, for the factors of the losses
     activation   | the norms of both inputs and their projection, which lie as hidden states do
     rows         | embedding, head and loss once more for every depth, on the last stage; the projections; the counts
 
-Depth k (from 0) predicts the token k + 2 places on; its modules are on the stage with the head.
+Depth k (from 0) predicts the token k + 2 places ahead. Its modules are on the stage with the head.
 
-    hidden states | eh_proj [enorm(e) | hnorm(h)], e the embedding of the tokens k + 1 places on      | backward
+    hidden states | eh_proj [enorm(e) | hnorm(h)], e the embedding of the tokens k + 1 places ahead   | backward
     whole         | column linear of 2 * hidden features, all-gather of its features                  | own slice
     split         | the same, then own tokens                                                         | all-gather first
 
-The output of eh_proj lies as hidden states do. So at the gather of features every rank has the whole gradient, and
-takes its own slice; a reduce-scatter would add the same gradient up over the ranks. The layer of a depth is made as
-every transformer layer. Embedding and head are the model's own, so their gradients are sums over all uses. In a
-pipeline the last stage holds a copy of the token table, whose gradients are summed as those of a tied table.
+The output of eh_proj lies as hidden states do. So at the gather of features every rank has the whole gradient and
+takes its own slice of it; a reduce-scatter would add up equal gradients. The layer of a depth is an ordinary
+transformer layer. Embedding and head are the model's own, so their gradients are sums over all uses. In a pipeline the
+last stage holds a copy of the token table, whose gradients are summed as those of a tied table.
 
-Two tokens are of one document if their positions differ by their distance. Positions restart in every document of a
-packed row, and count on through a row with one document. Rows are moved before context ranks take their slices, so no
+Two tokens are of one document if their positions differ by their distance: positions restart at 0 in every document of
+a packed row. Rows are moved before context ranks take their slices, so no
 rank needs tokens of a neighbour. Source: Megatron-Core 0.16.1 `MultiTokenPredictionLayer` (experts.md 24.1).
 """
 
@@ -59,7 +59,7 @@ from shardproof.reference.model.parameters import dtype_of
 def shift_batch(batch: Delivered, places: int) -> Delivered:
     """The batch with the token, label, position and mask that come this many places later in the same document.
 
-    Behind the document's end token and position are 0, the label is IGNORED and the mask 0.
+    Where that is past the document's end, token, position and mask are 0 and the label is IGNORED.
     """
     inside = _ahead(batch.positions, places, filled=-1) == batch.positions + places
 

@@ -4,7 +4,7 @@ subject(case, device)                    outcome of this rank; torch.distributed
 subject.modes                            the modes it claims
 subject.refuses(case)                    why a case is not supported, "" when it is
 subject.expected(case)                   the closed form, terms of one rank over the whole run
-subject.beside(case)                     what the system itself counts and issues beside that, (what, how much)
+subject.beside(case)                     counts and calls of the system itself beside that, as (what, how much)
 subject.pipeline(case)                   what the stages of its pipeline do in a step, and when
 subject.activations(case, rank, module, local)
                                          a module's output (or the gradient in it) as boxes of `act/<module>`
@@ -12,10 +12,10 @@ subject.harmless(case, fault)            why this fault of a collective changes 
 
 The strategy of a case is that of its mode, changed by every feature. Mode and features are found by name, and imported
 for the first case that has them. A mode of `reference.language.core` is the file of `parallel.schemes` with its name,
-or else one of the table of `parallel.schemes.tensor`. The strategy there is called like it: `TP_SP` for mode=tp-sp. A
-file of `reference.features` is implemented by the module of its name, `parallel.NAME`, or `parallel.NAME.scheme` where
-that is a folder. The module has `apply(strategy, case)`, and may have `AFTER`, the features that are applied before it.
-A feature without such a module changes no strategy, nor does one whose words have their default values.
+or else it is in `parallel.schemes.tensor`. Its strategy has the mode's name in capitals: `TP_SP` for mode=tp-sp. A file
+of `reference.features` is implemented by the module of its name, `parallel.NAME`, or `parallel.NAME.scheme` where that
+is a folder. The module has `apply(strategy, case)`, and may have `AFTER`, the features that are applied before it. A
+feature without such a module changes no strategy, and neither does a feature whose words have their default values.
 """
 
 import threading
@@ -97,7 +97,7 @@ def _compose(strategy: Strategy, case: Case) -> Strategy:
 
 
 def rows_of(case: Case) -> tuple[CallRow, ...]:
-    """The closed form of a case: the calls of its micro-batches, of a step, of its metric and of a checkpoint."""
+    """The closed form of a case: calls of its micro-batches and buckets, of a step, its metric and a checkpoint."""
     strategy = strategy_of(case)
     rows = strategy.rows
     if case.shares_gradients:
@@ -114,8 +114,8 @@ if TYPE_CHECKING:
     from shardproof.parallel.pipeline import CasePipeline
 
 _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
-"""(op, reduce op, phase, number) of the maxima that are only subtracted. The first maximum of the metric also decides
-what is right.
+"""(op, reduce op, phase, number) of the maxima that are only subtracted. The metric's maximum number 0 is not among
+them: it also decides which tokens are right.
 """
 
 _PLANTING = threading.Lock()

@@ -3,12 +3,13 @@
 Gradients are of the summed loss of every micro-batch; the global number of tokens divides them once, after all sums.
 Between the last backward and the optimizer, once a step (Megatron-Core `finalize_model_grads`, modes.md 4.7):
 
-    1. over each data axis: all gradients, one flat all-reduce SUM a dtype
-    2. over the weight axis: the partial gradients of whole parameters, one flat all-reduce SUM a dtype, or one each
-    3. loss sum and token count, one all-reduce SUM of float64 [2] over each loss axis; then the mean
-    4. over the weight axis: the squared norm, one all-reduce SUM of a scalar
+    1. over each data axis: all gradients, one flat all-reduce SUM for each dtype
+    2. over the weight axis: the partial gradients of whole parameters, one flat all-reduce SUM for each dtype, or for
+       each parameter; then over each loss axis: loss sum and token count, one all-reduce SUM of float64 [2]
+    3. no call: all gradients are divided by the token count
+    4. over the weight axis and each norm axis: the squared norm, one all-reduce SUM of a scalar
 
-The strategy's `Step` (`parallel.model.strategy`) is `PLAIN`, some of whose parts schemes replace. The outcome is what
+The strategy's `Step` (`parallel.model.strategy`) is `PLAIN`, with some parts replaced by schemes. The outcome is what
 this rank holds, without padding. Logits are [rows, seq, width]; sequence b of micro-batch m is row (data_rank * micro +
 m) * batch + b, a packed row is row data_rank * micro + m. Activations are those of micro-batch 0, numbered in the same
 way with micro = 1.
@@ -95,7 +96,7 @@ _WEIGHT_DECAY = 0.01
 
 
 class MicroBatches:
-    """The micro-batches of a rank in a step: each one's forward, and the sums of the last stage over them.
+    """The micro-batches of a rank in a step: the forward of each, and the sums over them on the last stage.
 
     Without a pipeline the one stage is the whole model, both first and last.
     """
@@ -117,7 +118,7 @@ class MicroBatches:
         return rank.has_numbers and rank.chunks[-1][0].last and small
 
     def forward(self, micro: int, chunk: int = 0, received: Tensor | None = None) -> Tensor:
-        """Run a stage's layers on a micro-batch; return its hidden states, or on the last stage the summed loss."""
+        """Run a stage's layers on a micro-batch; return hidden states, or on the last stage the scaled summed loss."""
         rank, strategy = self.rank, self.rank.strategy
         stage, model = rank.chunks[chunk]
         batch = rank.parts.local(deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage))
@@ -155,14 +156,14 @@ def run_micro_batches(rank: Rank, step: int) -> Scheduled:
 
 
 def sum_over_data(rank: Rank) -> None:
-    """Sum all gradients over the data axes, in one flat call each."""
+    """Sum all gradients over the data axes, in one flat call for each axis and dtype."""
     mesh, gradients = rank.mesh, rank.step.partial(rank)
     for axis in rank.strategy.data_axes:
         sum_gradients(gradients.values(), mesh.axis(axis))
 
 
 def sum_over_weights(rank: Rank) -> None:
-    """Sum the gradients that are partial on the weight axis over it, in one flat call or one each."""
+    """Sum the gradients that are partial on the weight axis over it: one flat call a dtype, or one a gradient."""
     strategy, gradients = rank.strategy, rank.step.partial(rank)
     weight_axis = rank.mesh.axis(strategy.weight_axis)
     partial = [gradient for name, gradient in gradients.items() if strategy.partial(rank.case, name)]
@@ -204,8 +205,8 @@ PLAIN = Step(
     afterwards=_do_nothing,
     beside=lambda _rank, _step: {},
 )
-"""The plain step: one micro-batch after the other, one flat call a data axis, the case's optimizer
-over the parameters.
+"""The plain step: one micro-batch after the other, flat calls over each data axis, the case's optimizer over the
+parameters.
 """
 
 
@@ -330,7 +331,7 @@ def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
 
 
 def _unscale(rank: Rank, scale: LossScaling) -> bool:
-    """Divide all gradients by the scale, in place, and update the scale. Returns whether any rank has an infinite one.
+    """Divide all gradients by the scale, in place, and update it. Returns whether any rank's are infinite or NaN.
 
     Unlike in Megatron, a skipped step still computes its norm and gathers the unchanged parameters, so that its calls
     follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimizer` (around.md 15.2).

@@ -89,8 +89,8 @@ def _modes(config: pytest.Config) -> Sequence[str]:
 
 
 def _collectives(config: pytest.Config) -> list[Collective]:
-    """Collectives that --faults disturbs; one for each mode, to be deselected or skipped, if there is nothing to
-    disturb.
+    """Collectives that --faults disturbs; if there is nothing to disturb, one for each mode, whose test is deselected
+    or skipped.
     """
     modes = _modes(config)
     if not option_value(config, "faults") or option_value(config, "engine") != "inproc":
@@ -108,7 +108,7 @@ def _collectives(config: pytest.Config) -> list[Collective]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let known failures fail, and stale ones too; skip tests that cannot be sent to ranks in other processes.
+    """Mark known failures, add a failing test for each stale entry, and skip what cannot be sent to other processes.
 
     The faults are deselected unless --faults is given.
     """
@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skip a property for which the subject took none of the drawn cases, nor one of its own, with its reason."""
+    """Skip a property for which the subject took no drawn case and no default case, with its reason."""
     _search_our_folder_last()
     try:
         return (yield)

@@ -1,9 +1,9 @@
 """The kill matrix, planned and computed: what `shardproof faults` runs, and a test per collective (`pytest --faults`).
 
 Our own subject gets every mutant and variant in every mode that can host it, and every fault. Another subject, whose
-source is not ours to change, gets the faults. `quick` takes one mode a mutant, another one for each, and few faults. A
-collective is known from the ledger of an undisturbed run. Every fault of it must be killed by a check or proved
-equivalent: the others are redundant traffic or a blind spot.
+source is not ours to change, gets the faults. `quick` takes one mode for each mutant (modes in turn) and few faults.
+Collectives are read from the ledger of an undisturbed run. Every fault of one must be killed by a check or proved
+equivalent; any other fault shows redundant traffic or a blind spot.
 
 `scripts` makes scripts of planted bugs that need no shardproof: a small case and its right values in plain torch.
 """
@@ -194,8 +194,8 @@ def _cases_to_disturb(subject: NamedSubject, mode: str, quick: bool, dtype: str)
 
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
-    """Groups of faults to survey together, each of at least _AT_ONCE except the last one. The faults of one target are
-    in one group.
+    """Groups of faults to survey together. Faults of one target are in one group, and every group but the last has at
+    least _AT_ONCE.
     """
     part: tuple[Fault, ...] = ()
     for _, of_target in itertools.groupby(faults, key=lambda fault: fault.target):

@@ -1,4 +1,4 @@
-"""Step of training: every module's output, the gradient in it, and every parameter's gradient are the dense model's."""
+"""One step: every module's output, the gradient in it, and every parameter's gradient are those of the dense model."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, 3 * settings().max_examples // 8)
-"""Fewer cases than the profile says: test_training checks what these gradients make of the parameters."""
+"""Fewer cases than the profile says, because test_training checks the parameters that these gradients give."""
 
 
 @settings(max_examples=EXAMPLES)

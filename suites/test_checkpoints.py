@@ -34,8 +34,8 @@ def test_training_goes_on_at_another_layout(
 def goes_on(prover: Prover, case: CaseLike, other: CaseLike, folder: Path) -> None:
     """Assert that the first case saves into this folder what its ranks hold, and that the other one goes on from it.
 
-    The other one saves again, beside the folder: counts and states behind a load are those of both runs.
-    Skips the test when the subject writes nothing.
+    The other case saves again, beside the folder, so that counts and states after a load are checked too. Skips the
+    test when the subject writes nothing.
     """
     prover.holds(case.but(save=str(folder)), "merge", "saved")
     if not folder.is_dir() or not any(folder.iterdir()):

@@ -1,8 +1,8 @@
 """Engines agree: the same cases give equal verdicts and equal ledgers on threads, on processes and on shapes alone.
 
-Cases are drawn once, by the driver, in equal shares for all modes; what differs is a bug. Every engine is held against
-the first. Of a ledger all columns are compared but the times and the caller. The dry engine has no numbers and runs the
-ranks that stand for all. Its verdicts, the events of those ranks, and the expectation are compared.
+Cases are drawn once, by the driver, in equal shares for all modes. Every engine is compared with the first, and any
+difference is a bug. Of a ledger all columns are compared but times and caller. The dry engine has no numbers and runs
+only ranks that stand for all others. Its verdicts, the events of those ranks, and the expectation are compared.
 `--hypothesis-profile default` or `deep` compares a hundred cases.
 """
 
@@ -36,7 +36,7 @@ WORLDS = (2, 3, 4)
 def draw_cases(
     count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS, **fixed: Any
 ) -> list[Case]:
-    """`count` cases, the same for the same seed, in equal shares for all modes of the subject; with these words."""
+    """`count` cases with these `fixed` words, the same for the same seed, in equal shares for the subject's modes."""
     modes = chosen_modes(subject, "all")
     found: list[Case] = []
     for place, mode in enumerate(modes):

@@ -13,7 +13,7 @@ from shardproof.suites.session.prover import Prover
 from shardproof.suites.session.request import chosen_modes
 
 APART = 1e-11
-"""Two modes add the same numbers in other orders: float64 noise of the largest element, far below any known bug."""
+"""The most by which two modes may differ, as a share of the largest element: float64 noise, far below known bugs."""
 EXAMPLES = max(1, settings().max_examples // 5)
 """An example runs every mode, so fewer are drawn."""
 
@@ -38,7 +38,7 @@ def outcomes(prover: Prover, case: CaseLike, modes: list[str]) -> dict[str, dict
 
 
 def apart(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose values two outcomes do not share."""
+    """The names of both outcomes whose values differ by more than APART."""
     names = sorted(first.keys() & second.keys())
     return [name for name in names if _gap(first[name], second[name]) > APART]
 

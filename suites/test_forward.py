@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)
-"""Fewer cases than the profile says: test_training checks the same in as many as it says."""
+"""A quarter of the cases of the profile, because test_training checks the same in all of them."""
 
 
 @settings(max_examples=EXAMPLES)

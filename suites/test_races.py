@@ -1,4 +1,4 @@
-"""Races: in whatever order ranks run and results arrive, the outcome is the same to the bit, no buffer touched."""
+"""Races: in whatever order ranks run and results arrive, the outcome is the same to the bit, and no wait is missing."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Training: losses of k steps and parameters after them are the dense model's, calls the closed form's.
+"""Training: losses and parameters of all steps are those of the dense model, and calls those of the closed form.
 
-SGD shows factors that Adam hides.
+SGD shows wrong factors of gradients that Adam hides.
 """
 
 from hypothesis import given, settings

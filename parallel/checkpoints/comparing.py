@@ -1,8 +1,8 @@
 """Two checkpoints of any layouts, compared tensor by tensor: what agrees, and what the first difference is.
 
-Full tensors are compared bit for bit, whatever chunks they were written in; where dtypes differ, in the wider one. A
-cause is stated only if it turns every element of A's tensor into that of B's. States of random streams belong to ranks:
-they are compared only if both checkpoints were written at the same layout.
+Full tensors are compared exactly (NaN equals NaN), whatever chunks they were written in; where dtypes differ, in the
+wider one. A cause is stated only if it turns every element of A's tensor into that of B's. States of random streams
+belong to ranks, so they are compared only if both checkpoints were written at the same layout.
 """
 
 import re

@@ -3,8 +3,8 @@
 Reading checks the metadata, the chunks of every tensor and the sizes of files before it returns any tensor.
 
 A box is a part of a global tensor with its offsets there. A checkpoint holds boxes, and nothing of their layouts. The
-chunks that were written tile the global tensor, and boxes that are read are cut out of them. Both planners are the
-extension points that torch documents; no collective is issued.
+chunks that were written tile the global tensor, and boxes that are read are cut out of them. Both planners subclass
+those that torch documents for this. No collective is issued.
 """
 
 import io

@@ -4,9 +4,9 @@ Every rank writes its part after the last step. Then all ranks learn whether one
 rank 0 commits. Of ranks that hold the same tensor only the first writes it; the copies are equal, or the check
 `replicas` fails.
 
-`load` reads into new tensors beside the old state. They are filled with NaN before, so that an element that was not
-read is found. The old state is replaced only when the checkpoint is whole and has exactly this model's tensors; an
-error leaves the old state as it was. Loading needs no communication.
+`load` reads into new tensors beside the old state. They are filled with NaN first, which shows elements that were not
+read. The old state is replaced only when the checkpoint is whole and has exactly this model's tensors; an error leaves
+it as it was. Loading needs no communication.
 """
 
 import math
@@ -58,7 +58,8 @@ SAVING = CallRow(
 def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:
     """Write the state after this number of steps, replacing an earlier checkpoint; every rank must call this.
 
-    Raises CheckpointError on every rank when one of them cannot write, or when their parts do not tile every tensor.
+    Raises CheckpointError on every rank when one of them cannot write, and on rank 0 when the parts do not tile every
+    tensor.
     """
     from shardproof.parallel.checkpoints.folder import commit, write_part  # noqa: PLC0415  (DTensor)
 
@@ -78,9 +79,7 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
 
 
 def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
-    """The tensors of the checkpoint that the case has saved, read by torch's own loader, as
-    saved/<name> of an outcome.
-    """
+    """The tensors of the checkpoint that the case has saved, read by torch's own loader: saved/<name> of an outcome."""
     names, last = {STEPS: "steps", SCALE: "loss_scale"}, case.steps - 1
     for name in shapes(case):
         names |= {f"model.{name}": f"param/{name}", f"optimizer.state.{name}.step": f"step_after/{last}/{name}"}
@@ -205,7 +204,7 @@ def _states_of(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _check_keys(stored: "Stored | Weights", expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly these tensors, and generators or none."""
+    """Raise CheckpointError unless the checkpoint has exactly these tensors, beside any states of random streams."""
     tensors = stored.tensors
     legal = "a checkpoint of the same model and training"
     if missing := [key for key in expected if key not in tensors]:

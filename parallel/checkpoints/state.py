@@ -13,7 +13,7 @@ The content of a folder has keys: tensors in full, whatever layout wrote them.
     rng.tp0.cp0.dp0.pp0.<stream>        uint8: the state of that stream of the rank at these places of the mesh
 
 Padding of a vocabulary and of buckets is never stored. A state of a stream belongs to a rank of one layout. At another
-layout it is not carried over, and the stream begins at its seed (around.md 17.2). A field has no state.
+layout it is not carried over, and the stream begins at its seed (around.md 17.2). Numbers of the field have no state.
 """
 
 import itertools
@@ -32,8 +32,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or not be loaded here: the message names the folder, what is wrong and what is
-    legal.
+    """A checkpoint that cannot be written, read, or loaded here: the message names the folder, what is wrong and what
+    is legal.
     """
 
     def __init__(self, folder: object, what: str, legal: str) -> None:
@@ -57,9 +57,7 @@ class StateTensor:
 
 
 def optimizer_tensors(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-    """All tensors of a rank that are saved: those that the optimizer steps, and its states, by the
-    parameters' names.
-    """
+    """The saved tensors that the optimizer of a rank steps, and those of its states, by the parameters' names."""
     for name, tensor in rank.updated.items():
         place, state = rank.updated_places[name], states.get(name, {})
         yield StateTensor(key=f"model.{name}", local=tensor, place=place, axes=place.axes)
@@ -81,7 +79,7 @@ def working_copies(rank: Rank) -> Iterator[StateTensor]:
 
 
 def keys(case: Case, shapes: Mapping[str, tuple[int, ...]], *, states: bool) -> dict[str, tuple[int, ...]]:
-    """Every key of a run with parameters of these shapes, with the shape of its full tensor; those of generators are
+    """Every key of a run with parameters of these shapes, with the shape of its full tensor; keys of random streams are
     left out.
     """
     found = {f"model.{name}": shape for name, shape in shapes.items()}

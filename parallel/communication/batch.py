@@ -48,8 +48,8 @@ SIZES_PER_KEY = 5
 class Delivered:
     """A micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
 
-    `draw` is its step and its number on the data rank. `ahead` are copies of it for prediction layers, in which tokens,
-    labels and positions are those some places further on. Tensors that a stage is not sent have no elements.
+    `draw` is its step and its number on the data rank. `ahead` are copies for prediction layers, whose tokens, labels,
+    mask and positions are those 1, 2, .. places ahead. Tokens, labels and mask that a stage is not sent are empty.
     """
 
     tokens: Tensor
@@ -64,7 +64,7 @@ class Delivered:
 def deliver(
     case: Case, mesh: Mesh, step: int, micro: int, device: torch.device, stage: Stage | None = None
 ) -> Delivered:
-    """The micro-batch of this rank's data rank, by the case's delivery: all of it, or what this stage is sent."""
+    """The micro-batch of this rank's data rank: all of it with delivery=local, else what this stage is sent."""
     reads = case.delivery == "local" or mesh.axis("tp").rank == 0
     batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None
     if case.delivery == "local":
@@ -104,7 +104,7 @@ def _local(batch: Batch, device: torch.device) -> Delivered:
 
 
 def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
-    """Dtype and shape of every key that this stage is sent, of all of them without stages; in the order of sending."""
+    """Dtype and shape of every key that a stage is sent, in the order of sending; None stands for the only stage."""
     first, last = (True, True) if stage is None else (stage.first, stage.last)
     return sent_to_stage(
         case.batch, case.seq, first=first, last=last, mask=case.attention_mask, prediction=last and case.embeds_behind
@@ -116,7 +116,8 @@ def sent_to_stage(
 ) -> dict[str, Form]:
     """Key -> its dtype and shape, of `rows` sequences of `length` tokens, in the order of sending.
 
-    `first` and `last` say where the stage stands: a single stage is both. `prediction`: it has prediction layers.
+    A single stage is both `first` and `last`. With `prediction` the stage has prediction layers, with `mask` the data
+    have attention masks.
     """
     begins, ends = first or prediction, last or prediction
     forms: dict[str, tuple[bool, Form]] = {

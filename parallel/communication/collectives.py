@@ -1,8 +1,8 @@
 """The raw collectives on one axis, along any dim of any tensor, contiguous or not. No autograd: see `pairs`.
 
 A group of one rank is bypassed, except in `broadcast` (Megatron broadcasts its batch there too). `start_*` return a
-`Pending`; with `overlap=False` the same call is issued and awaited at once. Payloads: modes.md section 1. Order along a
-gathered dim is the order of `axis.ranks`.
+`Pending`; with `overlap=False` the same call is issued and awaited at once. Payloads are those of modes.md section 1.
+Parts along a gathered dim follow the order of `axis.ranks`.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def own_slice(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum") -> Tensor:
-    """The reduction of every rank's `x`, as a new tensor; `x` stays as it is."""
+    """The reduction of every rank's `x`, as a new tensor; `x` itself in a group of one rank."""
     if axis.size == 1:
         return x
     return start_all_reduce(x.clone(memory_format=torch.contiguous_format), axis, op=op, overlap=False).wait()
@@ -105,9 +105,9 @@ def start_all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int, 
 
 
 def exchange(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """The first `sent[0]` rows of `x` go to rank 0, the next to rank 1; what arrives from each lies in the same order.
+    """Send `sent[i]` rows of `x`, in order, to rank i; return the `received[i]` rows from each rank i, in order.
 
-    In a group of one rank `x` itself.
+    In a group of one rank that is `x` itself.
     """
     if axis.size == 1:
         return x

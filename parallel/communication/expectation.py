@@ -30,8 +30,8 @@ MICRO_BATCHES, ONCE_A_STEP = "steps * micro", "steps"
 class CompleteTerm:
     """A number of equal calls (`calls`) over the whole run, with the fields of the ledger.
 
-    Every rank issues them, or the ranks at these places of the mesh (`at`). If they are `hidden`, a product is computed
-    between each one's issue and its wait. `elements` is the formula of the payload and `why` the reason of the calls.
+    Every rank issues them, or the ranks at these places of the mesh (`at`). If they are `hidden`, a matrix product is
+    computed between the issue of each and its wait. `elements` is the formula of the payload, `why` the reason.
     """
 
     phase: str
@@ -77,7 +77,7 @@ class CallRow:
     dtype     a dtype; "" is the case's, "loss" that of the loss, "gradients" that in which gradients are summed
     times     formula: calls over the whole run
     when      formula: whether there are any calls
-    hidden    formula: whether a product is computed between the issue of each call and its wait
+    hidden    formula: whether a matrix product is computed between the issue of each call and its wait
     again     which recomputation repeats the call: "layer" of whole layers, "core" also that of the core, "" none
     alone     whether it is issued in a group of one rank, too
     """
@@ -162,7 +162,7 @@ def _term(row: CallRow, phase: str, place: CallPlace, names: "_Names") -> Comple
 
 
 class _Names:
-    """The values of names in formulas, looked up in the place, then `ranks` (the axis's size), then in the case."""
+    """Values of names in formulas: of the place, else `ranks` (the axis's size) or `max`, else of the case."""
 
     def __init__(self, case: Case, ranks: int, values: Mapping[str, Any]) -> None:
         self.case, self.ranks, self._values = case, ranks, {"max": max, "ranks": ranks, **values}
@@ -200,8 +200,8 @@ class _Repeated:
 
 
 def _group_sizes(case: Case) -> dict[str, int]:
-    """The number of ranks along every axis. Two groups are no axes of the case's orders: the ends of a pipeline, and
-    the ranks of a checkpoint.
+    """The number of ranks along every axis of the case, and of two further groups: the ends of a pipeline, and the
+    ranks that save a checkpoint.
     """
     sizes = {axis: axis_size(case, axis) for axis in case.axis_sizes}
     return {**sizes, "embedding": 2, "checkpoint": case.world_size}

@@ -2,8 +2,8 @@
 
     gather([(at, shard(full, place, at)) for at in meshgrid({"tp": 2, "dp": 3})], place) == full       for every place
 
-A mesh has this rank's groups, one per axis, as explicit values. There is no process-wide state. Ranks are global ranks,
-numbered as the case's `order` has it (Megatron-Core `RankGenerator`).
+A mesh has this rank's groups, one per axis, as explicit values, without any process-wide state. Ranks are global
+ranks, numbered by the case's `order` (Megatron-Core `RankGenerator`).
 
 A `Placement` is a shape and its cuts, one after the other. A second cut splits the local tensor that the first one
 left, as FSDP2 over tensor parallelism does. Offsets and sizes count elements. A fused weight has several sub-parameters
@@ -152,8 +152,8 @@ class Cut:
 class Placement:
     """A full tensor of `shape`, and its cuts in the order in which they are made; without cuts it is replicated.
 
-    Raises ValueError for a first cut whose `dim`, `blocks` or `held` the shape does not have. Later cuts are checked
-    where they are made, for the tensors that they split follow from the ranks.
+    Raises ValueError for a first cut whose `dim`, `blocks` or `held` does not fit the shape. Later cuts are checked
+    when they are made, because the shapes that they split depend on the rank.
     """
 
     shape: tuple[int, ...]
@@ -280,9 +280,7 @@ def _before(
 
 
 def _unflatten(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """The elements of a tensor of `shape` from number `start` on, as boxes: as many whole rows as
-    possible in one box.
-    """
+    """`flat`, the elements of a tensor of `shape` from number `start` on, as boxes, with all whole rows in one box."""
     if len(shape) < 2:
         yield flat.view(flat.shape if shape else ()), (start,) * len(shape)
         return

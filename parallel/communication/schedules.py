@@ -1,7 +1,7 @@
 """A pipeline: how many ranks, chunks and micro-batches under which schedule, and the program of each rank.
 
 A *virtual stage* is one chunk of layers; virtual stages are numbered in the order in which a micro-batch passes them.
-Rank r holds the stages r, r+pp, r+2pp, ..
+Rank r holds the stages r, r+pp, r+2pp, ..: stage k*pp + r is its chunk k.
 
 Each rank computes by one rule: some warm-up forwards, then forward and backward in turn, then the remaining backwards.
 The schedule decides the number of warm-up forwards. Sources: GPipe arXiv:1811.06965, 1F1B and interleaved
@@ -19,9 +19,9 @@ interleaved  Each iteration (a forward, a forward and a backward, or a backward)
 
 A pipeline's stages are consecutive layers, the embedding on the first, final norm, head and loss on the last.
 
-A rank holds one stage, or one for each of its chunks: stage k*pp + r is chunk k of rank r. Names are those of the whole
-model: stage 1 of two holds `layers.2`, not a `layers.0` of its own. With tied embeddings the last stage holds a copy of
-the token table for its head, under the table's name. Without a pipeline the one stage is the whole model.
+Names are those of the whole model: stage 1 of two holds `layers.2`, not a `layers.0` of its own. With tied embeddings,
+or a module that embeds behind the decoder, the last stage holds a copy of the token table under the table's name.
+Without a pipeline the one stage is the whole model.
 
 Which layers of a stage backward computes again, and in which units:
 
@@ -198,9 +198,9 @@ def programs(pipeline: Pipeline) -> tuple[Program, ...]:
 
 
 def groups_between(pipeline: Pipeline) -> int:
-    """The process groups for messages between two ranks: two groups if one would confuse the two directions.
+    """The number of process groups that carry messages: 2 where in one group messages would be taken for each other.
 
-    Interleaved on two ranks, activations and gradients pass both ways between the same two ranks in one batch
+    That is so when interleaved on two ranks: one batch then has activations and gradients between the same two ranks
     (around.md 13.4).
     """
     return 2 if pipeline.schedule == "interleaved" and pipeline.ranks == 2 else 1
@@ -261,7 +261,7 @@ def _by_iteration(pipeline: Pipeline, rank: int, made: Sequence[Action]) -> Prog
 def _due(
     pipeline: Pipeline, kind: Kind, needing: Sequence[Action], table: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """The number of a forward (or backward) of this rank, with the messages received after it; -1: before the first.
+    """Pairs of the number of a forward (or backward) of this rank and the messages received after it; -1: at first.
 
     A neighbour runs one iteration ahead, so what it sends is received one iteration before it is needed. A message
     between the two ends of the pipeline is received pp-1 iterations after it was computed.
@@ -277,13 +277,13 @@ def _due(
 
 
 TABLE = "embedding.tokens.weight"
-"""The parameter of which both the first and the last stage hold a copy when embeddings are tied."""
+"""The parameter that the first stage holds, and the last one too if it reads it (`Stage.copies_table`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Stage `index` of `count` on this many ranks: its layers by number, and whether the last stage reads the token
-    table, as a tied head does, or a module that embeds after the decoder.
+    """Stage `index` of `count` on `ranks` ranks, with its layers by number. With `reads_table` the last stage reads the
+    token table: the head is tied, or a module behind the decoder embeds tokens.
     """
 
     index: int

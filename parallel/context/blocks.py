@@ -4,9 +4,9 @@
     contiguous   chunk r of c                                                         grows with r
     zigzag       chunks r and 2c-1-r of 2c, in this order                             equal, on each pair of ranks too
 
-Zigzag cuts the documents of a packed row anywhere, and balances only a row that is one document. Chunks of a length
-that is no multiple differ by one token, the first ones longer, and may be empty. Only `ring` takes slices of unequal
-length.
+Zigzag cuts the documents of a packed row anywhere, and balances only a row that is one document. If the number of
+chunks does not divide the row, the first chunks have one token more; chunks may be empty. Only `ring` takes slices of
+unequal length.
 
 Labels are shifted before anything is sliced: the label of the last token of a chunk is a token of another rank.
 Positions are sliced like tokens, so rotary embeddings and masks know where a token stands in its row. Source:
@@ -19,10 +19,10 @@ kernel are.
     one block   S = q k^T / sqrt(D), -inf where a key is hidden ; L = log sum exp S ; O = exp(S - L) v
     merge       L = log(exp L1 + exp L2) ; O = exp(L1 - L) O1 + exp(L2 - L) O2           associative, commutative
     backward    P = exp(S - L) ; dS = P * (dO v^T - sum(dO * O)) / sqrt(D) ; dq = dS k ; dk = dS^T q ; dv = P^T dO
-    dropout     M = 0 or 1/(1-p) : O = (P M) v ; dO v^T becomes M * dO v^T ; dv = (P M)^T dO ; L is that without
+    dropout     M = 0 or 1/(1-p) : O = (P M) v ; dO v^T becomes M * dO v^T ; dv = (P M)^T dO ; L is unchanged
 
 Backward needs L and O *of all keys*: those of a block alone give plausible gradients that are wrong. A query that sees
-no key has L = -inf and O = 0. Because -inf minus -inf is no number, the weight of anything is 0 then. Source:
+no key has L = -inf and O = 0; since -inf minus -inf is no number, its weights are set to 0. Source:
 arXiv:2205.14135 (softmax by blocks), arXiv:2112.05682, arXiv:2310.01889 (ring attention); around.md 14.2.
 """
 
@@ -201,5 +201,5 @@ def _scores(q_BqND: Tensor, k_BsKD: Tensor, visible_qs: Tensor) -> Tensor:
 
 
 def _weights(score: Tensor, total: Tensor) -> Tensor:
-    """exp(score - total), 0 where the total is that of no key at all."""
+    """exp(score - total), 0 for queries that see no key."""
     return (score - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()

@@ -12,8 +12,8 @@ travel together, as one block. Gradients are in the dtype of statistics.
                                   dk, dv -> dk, dv -> dk, dv -> home      c   sends and receives of 2K, wide
 
 A hop sends to the next rank and receives from the rank before, both in one batch: no rank waits for another one's
-receive. The next block travels while this one is computed with. Heads are repeated for their groups only after a hop;
-rotated keys travel rotated. The gradient of a block follows the block one step behind it, and every rank adds its part.
+receive. The next block travels while this one is computed with. kv heads are repeated for their groups only after a
+hop, and keys travel rotated. The gradient of a block follows one step behind it, and every rank adds its part.
 After c hops it is back at the block's owner.
 
 Every rank gets every block, also those that none of its queries may see. Slices of unequal length give messages of

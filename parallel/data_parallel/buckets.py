@@ -11,7 +11,7 @@ No micro-batch before the last communicates (no_sync).
 
 Parameters lie end to end in reverse order of registration, roughly the order in which backward completes gradients.
 With zero=1 each starts at a multiple of ALIGNMENT elements, and a bucket is padded to a multiple of lcm(ranks,
-DIVISOR). The padding travels too, and belongs to no parameter. The parts of ranks are equal, so that they cut through
+DIVISOR). The padding travels too, and belongs to no parameter. The parts of ranks are equal, and may cut through
 parameters:
 
     rank r of n owns elements [start + r*B/n, start + (r+1)*B/n) of a bucket of B elements
@@ -159,8 +159,8 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class _Under:
-    """A bucket of this rank, the number of its gradients that have come in this step, and its sum over ranks, once
-    started.
+    """A bucket of this rank, the number of its gradients that are complete in this step, and its sum over ranks, once
+    that has started.
     """
 
     bucket: Bucket
@@ -375,7 +375,7 @@ def accumulates_in_buffer(case: Case, name: str) -> bool:
 
 
 class BucketsByAxis:
-    """The buffers of experts and of all other parameters together; their copies lie on different ranks.
+    """The buffers of experts and of all other parameters, whose copies lie on different ranks.
 
     `buckets` are the buffers by the mesh axis over which their parameters have copies.
     """

@@ -2,7 +2,7 @@
 
 The gradient of a parameter is summed over an axis if its ranks hold copies of the parameter and see different data:
 
-    the data axis      always
+    the data axis      always; with `shard=` it consists of the axes shard and replica
     the weight axis    where the gradient is partial
     the embedding axis for a tied token table, of which both ends of a pipeline have a copy
 
@@ -259,7 +259,7 @@ def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
 Line = tuple[str, str]
 _MB = 2**20
 _STATES, _SPLIT_STATES = (18.0, 0.0), (6.0, 12.0)
-"""Bytes of each parameter that every data rank keeps, and bytes that the data ranks share."""
+"""Bytes of each parameter that every data rank keeps, and bytes that data ranks share out: zero=0, then others."""
 
 
 def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Line]:
@@ -278,7 +278,7 @@ def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Lin
 
 
 def local_elements(case: Case, places: Mapping[str, Placement]) -> int:
-    """Elements of all parameters on one rank, padding included."""
+    """Elements of all parameters on rank 0, padding included."""
     return sum(math.prod(local_shape(place, coordinates(case, 0))) for place in places.values())
 
 

@@ -9,8 +9,8 @@ parameter; then the gradient shards are summed over the replicas once a step.
     zero=3   every unit but the model is dropped after its forward and gathered again before its backward
 
 With `no_sync` each rank adds up the gradients of whole parameters, and reduces them in the backward of the last
-micro-batch. With `prefetch` the model and each layer start to gather the next layer before they compute; with zero=3
-they do so in backward too.
+micro-batch. With `prefetch` each unit starts to gather the unit that is used next before it computes; with zero=3 also
+in backward.
 
 Each chunk of a pipeline is a model of its own, with several micro-batches under way. A unit that backward has gathered
 stays until a forward has used it too, or until the last backward of the step.
@@ -98,9 +98,7 @@ def _row(shape: Shape) -> int:
 
 
 _SavedView = tuple[int, tuple[int, ...], tuple[int, ...], int]
-"""Key of a tensor that autograd saved: the number of a gathered parameter, and the size, stride and
-offset of the view.
-"""
+"""What stands for a saved view of a gathered parameter: the parameter's number, and the view's size, stride, offset."""
 
 
 class Shards:
@@ -217,8 +215,8 @@ class _Unit:
         return self._full_params
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Reduce-scatter the gradients of the full parameters, add them to the step's sum, and free the full
-        parameters.
+        """Reduce-scatter the gradients of the full parameters into the step's sum, with no_sync only in the last
+        micro-batch, and free the full parameters, in a pipeline only then.
         """
         last = self._backwards_done + 1 == self._case.micro
         # in a pipeline another micro-batch may be between its forward and its backward, so the unit stays gathered
@@ -311,8 +309,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherAgain(torch.autograd.Function):
-    """The identity. Its backward gathers the unit before any of its modules needs it, and
-    prefetches the unit before.
+    """The identity. Its backward gathers the unit before any of its modules needs it, and starts to gather the unit
+    that backward uses next.
     """
 
     @staticmethod

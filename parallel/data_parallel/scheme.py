@@ -9,9 +9,9 @@ step and in every N-th step after it, between the last backward and the update:
     over the data axes     all parameters; with zero=2|3, and zero=1 with masters, only those that shard= replicates
     over `embedding`       a tied token table, of which the first and the last stage of a pipeline have a copy
 
-A parity check is one all_gather over each axis with such parameters: an int64 hash for every one that the rank holds. A
-hash that differs ends the run, with an error that names the parameter and the ranks. The check `replicas` compares the
-same tensors bit for bit after the run. Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers q/k
+A parity check is one all_gather over each axis with such parameters, of an int64 hash for each one that the rank holds.
+A hash that differs ends the run, with an error that names the parameter and the ranks. The check `replicas` compares
+the same tensors bit for bit after the run. Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers q/k
 norms' weights in every forward.
 """
 

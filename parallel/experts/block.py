@@ -1,8 +1,8 @@
 """Experts in place of a layer's MLP, with hidden states in the layout of the mode.
 
 A rank routes tokens of its own. If the tensor ranks hold the same hidden states, each takes its part of the sequence
-first, and the outputs are gathered at the end. Otherwise each of them would send a token's gradient to the experts: tp
-times the right gradient (experts.md 22.1). The shared expert is an MLP of the mode's linears.
+first, and the outputs are gathered at the end. If each routed all tokens instead, the experts would get tp times the
+right gradient (experts.md 22.1). The shared expert is an MLP of the mode's linears.
 
 `OwnExperts` sends rows, sorted by expert, through the MLPs that this rank holds. Weights are [experts of the rank, out,
 in]. Each of the `etp` ranks holds a part of the inner features, so outputs are partial sums over etp. Source:
@@ -28,7 +28,8 @@ Balance losses are terms of the summed loss that push routers to use all experts
     global_loss     the same of the micro-batches that all data ranks have at once; T is then the number of all tokens
     z_loss          1/T * the sum of logsumexp(logits)^2
 
-Here scores are the softmax, or the sigmoids divided by their sum over all experts, and select without groups and bias.
+Here scores are the softmax, or the sigmoids divided by their sum over all experts; they alone select, without groups
+and bias.
 A rank sums the scores of its own tokens only, so the terms of all ranks add up to the loss. Rows are counted over all
 ranks that hold the micro-batch, by one all-reduce of integers for each loss. Each term is multiplied by T, because the
 gradients of a step are divided by its counted tokens. With balance_of=counted T is the number of tokens whose loss
@@ -103,7 +104,7 @@ def router_dtype(case: Case) -> torch.dtype:
 
 
 class Router(nn.Module):
-    """A linear without bias, whole on every rank, in a dtype of its own."""
+    """A linear whose weight is whole on every rank, computed in `router_dtype`; `bias` only helps to select experts."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ def scores(case: Case, logits: Tensor) -> Tensor:
 
 
 def select(case: Case, score: Tensor, *, plain: bool = False) -> Tensor:
-    """The experts of every token by these scores, bool [.., E]. With `plain` the groups do not matter."""
+    """The experts of every token by these scores, bool [.., E]. With `plain` groups are ignored."""
     score = score.detach()
     if case.router_groups > 1 and not plain:
         members = score.unflatten(-1, (case.router_groups, -1))
@@ -223,8 +224,8 @@ class _Gate(nn.Module):
 class ExpertBlock(nn.Module):
     """A router, experts and perhaps a shared expert (`shared`). `name` is the block's dotted name, "layers.1.mlp".
 
-    `draw` is the step and the micro-batch that it computes. `chosen` has the choices of a step by micro-batch, in the
-    layout of hidden states: bool [.., .., experts].
+    `draw` is the step and the micro-batch that it computes now. `chosen` has the choices of the latest step by
+    micro-batch, for this rank's tokens in the layout of hidden states: bool [.., .., experts].
     """
 
     draw: tuple[int, int] = (0, 0)

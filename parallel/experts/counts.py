@@ -251,7 +251,7 @@ class _Numbers(NamedTuple):
 
 
 def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
-    """Every layer on every rank where this number differs from that of other ranks, with the number."""
+    """The calls of every layer with this number of rows; only numbers that ranks do not share have coordinates."""
     for stage, block, counts in _of_layers(case):
         own = {rank: Counter[int]() for rank in counts}
         for rank, of_rank in counts.items():
@@ -265,7 +265,7 @@ def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
 def _differing_coordinates(
     case: Case, own: Mapping[int, Counter[int]]
 ) -> Iterator[tuple[dict[str, int], Counter[int]]]:
-    """The coordinates by which ranks differ, with their numbers: no coordinates, those among experts, or all."""
+    """The fewest coordinates that tell ranks with other numbers apart (none, etp and ep, or all), with the numbers."""
     for axes in ((), ("etp", "ep"), tuple(axis for axis, size in case.mesh.items() if size > 1)):
         places = {rank: tuple(coordinates(case, rank)[axis][0] for axis in axes) for rank in own}
         found = {place: own[rank] for rank, place in places.items()}

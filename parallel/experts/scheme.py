@@ -3,7 +3,7 @@
     replaced     | by
     parts        | a block of experts in place of an MLP
     placements   | experts over ep, their inner features over etp
-    partial      | the router's gradient is a sum over this tensor rank's own tokens
+    partial      | gradients of the router, and if hidden states are split of the shared gate, are sums over own tokens
     activation   | the router's logits are those of these tokens
     data         | gradients of experts have the tokens of all etp*ep ranks already, and are summed over edp
     norm         | squares of experts' gradients are summed over etp and ep, so that each part counts once

@@ -40,7 +40,7 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 MaskedCore = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """A core with a mask, bool [B or 1, 1, S, S] of whole rows, true where a token is hidden; None means causal.
 
-The last argument are the factors of dropout on the shares, [B, N, q, S] with the keys of whole rows; None: no dropout.
+The last argument holds the factors of dropout on the shares, [B, N, q, S] with the keys of whole rows, or None.
 """
 Exchange = Callable[[Core, Tensor, Tensor, Tensor], Tensor]
 """A function that exchanges tensors around the core: (core, q, k, v) -> context in the layout of q."""
@@ -49,7 +49,7 @@ _ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """The shape of heads: `group` query heads per kv head, `dim` features each; and what backward recomputes."""
+    """`group` query heads per kv head, `dim` features each. `recompute_core`: backward computes the core again."""
 
     group: int
     dim: int

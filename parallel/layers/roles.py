@@ -3,7 +3,7 @@
 column  wqkv (or wq, wk, wv), w1, w3, w13      output features belong to heads or inner features
         wuq, wukv                              the same, of latents
         eh_proj                                output features are hidden ones
-row     wo, w2                                 input features do
+row     wo, w2                                 input features belong to heads or inner features
 norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 """
 
@@ -51,12 +51,12 @@ def linears(case: Case) -> list[str]:
 
 
 def column_linears(case: Case) -> list[str]:
-    """Dotted names of all column linears, in forward order (C of them a layer)."""
+    """Dotted names of all column linears, in forward order."""
     return [name for name in _modules(case) if is_column(name)]
 
 
 def row_linears(case: Case) -> list[str]:
-    """Dotted names of all row linears, in forward order (two a layer)."""
+    """Dotted names of all row linears, in forward order."""
     return [name for name in _modules(case) if is_row(name)]
 
 

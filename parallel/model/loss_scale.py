@@ -19,7 +19,7 @@ from shardproof.reference.case import Case
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleState:
-    """The scale of the coming step, finite steps since it last changed, and infinite ones that it still tolerates."""
+    """The scale of the coming step; finite steps since it grew or one was infinite; infinite ones still tolerated."""
 
     value: float
     growth: int
@@ -66,7 +66,7 @@ class LossScaling:
 
     @property
     def state(self) -> Tensor:
-        """The scale of the coming step, finite steps since it changed, infinite ones it tolerates: float64 [3]."""
+        """The three numbers of `ScaleState`: float64 [3]."""
         state = self._state
         return torch.tensor([state.value, state.growth, state.hysteresis], dtype=torch.float64, device="cpu")
 

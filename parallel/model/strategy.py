@@ -53,6 +53,7 @@ class Parts:
     embedding     makes the module that takes (tokens [B,S], positions [B,S])
     head          makes the module that takes (hidden states, embedding weight)
     loss          (logits, labels), both in the strategy's layout -> every token's loss
+    core          attention of some queries over keys; `exchange` goes around it (`parallel.layers.attention`)
     local         delivered micro-batch -> this rank's part of it
     behind_layer  name -> makes a feature's module; hidden states pass through all of these when they leave a layer
     branches      feature -> makes the module that replaces a layer's attention or MLP (`Core.replaced_branches`), from
@@ -130,7 +131,7 @@ class Step:
     partial     the gradients that the reductions sum
     reductions  by name, run one after the other: they sum gradients over ranks and leave the sums in `Rank.gradients`
     norm        the norm of the full gradients of the mean loss, the same on every rank
-    afterwards  gathers parameters after the optimizer's step
+    afterwards  completes the parameters after the optimizer's step: rounds masters into them, gathers parts
     beside      (rank, step) -> further entries of the outcome, which only this scheme adds
     loss_scale  the scale of the gradients between schedule and norm; None if they are not scaled
     """

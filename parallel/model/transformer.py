@@ -24,8 +24,8 @@ from shardproof.reference.model.parameters import dtype_of
 
 
 class Layer(nn.Module):
-    """A block: attention, then MLP. Each follows its norm; dropout is applied to its output, which is added to hidden
-    states.
+    """A block: attention, then MLP, then the modules `behind`. Each of the first two reads its norm's output, and its
+    own output is added to hidden states after dropout.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """The part of the model that one stage holds, all of it without a pipeline; names are those of the whole model.
 
-    Backward computes the recomputed layers again, which are the first of a stage or all; meanwhile `again` is true.
+    While backward computes recomputed layers again (the first ones of a stage, or all), `again` is true.
     """
 
     def __init__(

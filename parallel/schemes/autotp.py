@@ -10,10 +10,10 @@ split nearly evenly, of OPT in proportion to the heads where they divide them. E
 whole.
 
     head     | tied  | the head holds                 | logits
-    gather   | false | its tokens' rows [V_i, D]      | gathered, the smaller parts padded
-    gather   | true  | nothing: the whole token table | whole, no call
-    sum      | false | its columns [V, D_i]           | summed
-    sum      | true  | nothing: its columns of it     | summed; in backward the table's gradient too
+    gather   | false | rows of some tokens [V_i, D]   | gathered, the smaller parts padded
+    gather   | true  | nothing: reads the whole table | whole, no call
+    sum      | false | some columns [V, D_i]          | summed
+    sum      | true  | nothing: reads table columns   | summed; in backward the table's gradient too
 
 Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py`, `tp_shard.py`, `layers.py`. The layers are LinearLayer,
 LinearAllreduce, LmHeadLinearAllreduce (head=sum, inference) and LinearAllreduceWithReplicatedInput (its training);
@@ -129,7 +129,7 @@ def shares(case: Case) -> Placement:
 
 
 def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
-    """The strategy of the mode on one rank."""
+    """The modules, the loss and the other parts of the mode on one rank."""
     places, dtype = placements(case), dtype_of(case)
     shared = tensor.parts(case, mesh, device, sequence_dim=_SEQUENCE_DIM, sequence_split=False, places=places)
     axis = mesh.axis("tp")
@@ -159,7 +159,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
 
 
 class _Head(nn.Module):
-    """The fields of both heads: this rank's weight, None if the head is tied; and the parts of all ranks."""
+    """The fields of both heads: this rank's weight, None if the head is tied, and `held`, the parts of all ranks."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ _SUMMED, _GATHERED = 'head == "sum"', 'head == "gather" and not tied'
 
 
 def _widest(case: Case) -> Iterator[CallPlace]:
-    """The head; `most` is the largest number of vocabulary rows that a rank holds."""
+    """The head; `widest` is the largest number of vocabulary rows that a rank holds."""
     yield CallPlace(module="head", values={"widest": max(widths(head_held(case)))})
 
 

@@ -1,5 +1,4 @@
-"""isp: InternEvo's weight parallelism with split sequences. Hidden states [B, S, D] are split on S over tp all the way;
-weights are split over wp, gathered whole for each use. tp and wp are sizes of their own over the same ranks.
+"""isp: InternEvo's weight parallelism with split sequences. Hidden states are [B, S, D].
 
 Over `tp` the sequence of one data rank is split: every rank keeps its own tokens from embedding to head. Over `wp` the
 weights are split, and gathered whole for each use. wp divides tp * dp and may be smaller or larger than tp. A group of
@@ -8,11 +7,11 @@ token, and every gradient is a sum over all ranks. A shard's gradient is reduce-
 summed over wdp, whose ranks hold the same shard. A whole parameter's is summed over wdp, then over wp. All tp ranks
 know a token's loss, and its gradient flows back once: see `_loss` and `parallel.communication.pairs`.
 
-A block's gathers belong to the linear that starts them: its own one, or with prefetch another (the table of
-`parallel.layers.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to the
-linear, fused to the block's first. Every gather but that of a table is shared by recompute and backward where it is
-prefetched or fused. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). With head=local
-per-token losses are gathered, as in InternEvo, so that the outcome of every rank is the whole micro-batch's.
+The gathers of a block are counted in the linear that starts them: the one that needs them, or with prefetch another
+(the table of `parallel.layers.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters
+are counted in their linear, fused ones in the first of their block. Recompute and backward share one gather where it is
+prefetched or fused, except those of tables. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here,
+decision G2). With head=local per-token losses are gathered, as in InternEvo, so every rank has those of all tokens.
 """
 
 import dataclasses
@@ -100,12 +99,12 @@ def _width(case: Case, module: str) -> int | None:
 
 
 def is_partial(case: Case, name: str) -> bool:
-    """Every rank sees tokens of its own, so the gradient of whatever is whole is a partial sum on every rank."""
+    """Whether the gradient is a partial sum: that of every whole parameter is, as each rank sees its own tokens."""
     return not _is_split(name.rpartition(".")[0])
 
 
 def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
-    """The strategy of a case on one rank."""
+    """The modules, the loss and the other parts of the mode on one rank."""
     sequence, weights = mesh.axis("tp"), mesh.axis("wp")
     places, dtype = placements(case), dtype_of(case)
     plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, again=recomputed_layers(case))
@@ -174,7 +173,8 @@ class _Gather:
     """A gather of block weights: its elements, the linear that owns them, and the linears that start it in forward and
     backward.
 
-    `ahead`: whether a product lies between issue and use, in forward and backward. `again`: its block is recomputed.
+    `ahead` says for forward and backward whether a matrix product lies between issue and use, `again` whether its block
+    is recomputed.
     """
 
     elements: int
@@ -185,7 +185,7 @@ class _Gather:
 
 
 def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Iterator[_Gather]:
-    """The gathers of these consecutive layers, all of one stage: every stage begins and ends as a whole model does."""
+    """The gathers of these consecutive layers, all those of one stage. Every stage gathers as a whole model would."""
     blocks = {layer: [linear for linear in linears(case) if linear.startswith(f"layers.{layer}.")] for layer in layers}
     order, first, last, recomputed = (
         [*itertools.chain(*blocks.values())],

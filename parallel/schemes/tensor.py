@@ -177,7 +177,7 @@ def parts(
     keep: bool = False,
     places: Mapping[str, Placement] | None = None,
 ) -> Parts:
-    """The strategy of one tensor-parallel mode on one rank (see `Region` for `sequence_split` and `keep`).
+    """The modules, the loss and the other parts of one tensor-parallel mode on one rank (`keep`: see `Region`).
 
     `places` of the parameters are those of `placements` unless given.
     """

@@ -34,8 +34,8 @@ Shape = tuple[int, ...]
 
 
 def equal_pieces(shape: Shape, dim: int, parts: Sequence[int], ranks: int) -> Placement:
-    """Equal shares of every part along a dim on each rank, end to end. Raises CaseError for a part that does not
-    divide.
+    """A cut that gives each rank equal shares of every part along a dim, end to end. Raises CaseError for a part that
+    `ranks` does not divide.
     """
     if ranks == 1:
         return Placement(shape=shape)
@@ -60,7 +60,7 @@ class Slice:
     transposed  it is the transpose of that: [in, out]
     place       its whole shape, and the elements of one dim that every rank holds
     rule        in words
-    copied      elements of the cut dim that lie on a rank more than one, counted for each such rank
+    copied      elements of the cut dim that lie on several ranks, counted once for each rank after the first
     """
 
     name: str
@@ -138,7 +138,7 @@ def _rows_of_linear(sliced: Sliced, linear: Linear) -> tuple[RowRanges, str]:
 
 
 def _copied_kv_rows(sliced: Sliced, role: str) -> int:
-    """The rows of kv heads that lie on more than one rank."""
+    """Rows of kv heads that lie on several ranks, counted once for each rank after the first."""
     times = {"k": 1, "v": 1, "qkv": 2}.get(role, 0)
     missing = sliced.tp - sliced.kv_heads if sliced.spare == "replicate" else 0
     return times * max(missing, 0) * sliced.head_dim

@@ -1,7 +1,7 @@
 """The case: one experiment as a frozen, validated value with a one-line text form, and the models that have names.
 
-A case names the model, the mode, the mesh degrees, the batch, the training and the dtype. A case holds no tensors and
-no behaviour of any implementation. `parallel` imports `reference` as data, never as mathematics. Words of a case are
+A case names the model, the mode, the mesh degrees, the batch, the training and the dtype. It holds no tensors and
+nothing that an implementation does. `parallel` imports `reference` as data, never as mathematics. Words of a case are
 those of the core (`reference.language.core`) and of all features (`reference.features`).
 
     >>> str(Case.parse("mode=tp-sp tp=4 kv_heads=4 seed=3"))
@@ -92,7 +92,8 @@ _DEFAULTS = {name: field.default for name, field in WORDS.items()}
 
 
 def resolve_words(words: Mapping[str, Any]) -> dict[str, Any]:
-    """All values of a case: of the preset, replaced by the family's, by the given words, and by what follows from them.
+    """All values of a case. The preset's come first; another family's, the given words, and the values that follow from
+    these words replace them in this order.
 
     Raises CaseError for an unknown preset or family.
     """
@@ -171,8 +172,8 @@ class Case(_Words):
 
     @classmethod
     def read_words(cls, text: str) -> dict[str, Word]:
-        """The words of a text by key, also if they make no legal case together. Raises CaseError for an unknown key,
-        and for a value that is not of the key's type.
+        """The words of a text by key, also if they make no legal case together. Raises CaseError for an unknown key, a
+        key without a value, and a value that is not of the key's type.
         """
         words: dict[str, Word] = {}
         for entry in text.split():

@@ -29,7 +29,7 @@ NUMBERS: Mapping[str, int | float] = {
     "lr": 0.1,
     "seed": 1,
 }
-"""Sizes that the lines leave out. They all differ, and each has an odd part on 4 ranks."""
+"""Words that the lines leave out. Sizes differ, and a quarter of heads, ffn, vocab and seq is odd."""
 FIXED: Mapping[str, str] = {
     "data": "is the option --data",
     "load": "names a folder: a recipe",
@@ -46,7 +46,7 @@ Level = tuple[str, Any]
 
 
 def paired_domains() -> dict[str, tuple[Any, ...]]:
-    """The words whose pairs are wanted, each with its values. Two micro-batches are as many as ranks on most axes."""
+    """The words whose pairs are wanted, each with its values; not micro=2, which would equal most axes' ranks."""
     found = {word: values for word, values in domains().items() if word not in FIXED}
     return found | {"micro": tuple(count for count in found["micro"] if count != 2)}
 
@@ -91,8 +91,8 @@ def default_cases(
     `refuses` is a subject's reason against a case, or "": the stored cases are changed until it takes them. Each stored
     case comes before those with fewer new pairs, so that a failure is found early. `deep`: every stored case in every
     mode, with at least two layers and two steps. `checkpoint` is the folder of the recipes that save and load. Without
-    one, or if one of these cases is refused, the cases that would save are run without that, and those that would load
-    are left out.
+    it, with `deep`, and where a case of a recipe is refused, the first case runs without saving and the others are left
+    out.
     """
     plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
     stored = [case for section in lines().values() for case in section if not case.save and not case.load]

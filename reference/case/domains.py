@@ -15,7 +15,7 @@ from shardproof.reference.language.words import Field, legal_values, write
 
 
 def domains() -> dict[str, tuple[Any, ...]]:
-    """Word -> its values, the plainest first: of every word with a domain or a list, and of words that name a file."""
+    """Word -> its values, the plainest first, for words with a domain, a list, true|false or the default ""."""
     found = {word: _values(field) for word, field in WORDS.items()}
     return {word: values for word, values in found.items() if values}
 
@@ -65,8 +65,8 @@ def repair_words(
 ) -> Words | None:
     """The words of a taken case with those of `fixed`, and others of `words` changed as broken rules propose.
 
-    `search`: if a rule proposes nothing, take the first change of one word that makes the case legal. `problem_in` says
-    what makes a case illegal, or "". None if no such case is found.
+    With `search`, where a rule proposes nothing, the first change of one word that makes the case legal is taken.
+    `problem_in` says what makes a case illegal, or "". The result is None if no such case is found.
     """
     changed = {**words, **fixed}
     for _ in range(_REPAIRS):

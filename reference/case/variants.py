@@ -1,7 +1,7 @@
 """Known deviations of real systems from the right mathematics, read from `bugs/variants.txt`: which cases show each.
 
-A variant is a word of the case (`variant=NAME`). The dense model ignores it: the truth stays the truth, so that a
-subject that offers a variant must fail. `parallel.subject` plants it in our implementation.
+A variant is a word of the case (`variant=NAME`). The dense model ignores it, so a subject that offers a variant must
+fail. `parallel.subject` plants it in our implementation.
 
 A condition on the words of a case says which cases can show a planted bug:
 
@@ -22,7 +22,7 @@ _ORDER: Mapping[str, Callable[[float, float], bool]] = {"<": operator.lt, ">": o
 
 
 def find_broken_word(condition: str, value: Callable[[str], object]) -> str:
-    """The first word of a condition that does not hold, "" if all do; `value` gives that of a key.
+    """The first word of a condition that does not hold, "" if all do; `value` returns the value of a key.
 
     Raises ValueError for a word that cannot be read.
     """

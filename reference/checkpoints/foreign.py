@@ -10,7 +10,7 @@ Query, key and value, gate and up are one tensor or several:
     attention.wqkv   per kv group: its queries, its key, its value      attention.wq, .wk, .wv
     mlp.w13          gate, then up                                      mlp.w1, .w3
 
-Both ways are exact. Biases go as the rows of their weights.
+Both directions are exact. A bias is split or fused as the rows of its weight are.
 
 Names of Hugging Face. The base of the rotation and the epsilon of the norms are those of the dense model. Sources:
 transformers 5.23 `modeling_llama.py`, `modeling_qwen3.py`, `modeling_gpt2.py` (Conv1D holds [in, out]).
@@ -34,8 +34,8 @@ The checkpoint that a case begins with (`load=`), as torch's own loader reads it
     optimizer.state.<name>.exp_avg, exp_avg_sq, step  adamw's states of it
     train.steps, train.loss_scale                     steps that were run before, state of the loss scale
 
-The ranks under test read the same files by a reader of their own, so that neither vouches for the other. A folder of
-another system (`foreign`) has parameters alone, and ranks cut theirs out of these.
+The ranks under test read the same files by a reader of their own, so an error of either reader shows. A folder of
+another system has parameters alone; it is read here for both, and ranks cut theirs out of these.
 """
 
 import importlib
@@ -346,9 +346,9 @@ def _is_gated(tensors: Mapping[str, Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The form of parameters: query, key and value as one tensor, gate and up as one.
+    """The form of parameters: whether query, key and value are one tensor, and gate and up.
 
-    Then key and value heads (0: as in the folder) and rows of the vocabulary without padding (0: all of the folder).
+    `kv_heads` is 0 for the number that the folder states. `vocab` is the vocabulary without padding, 0 for all rows.
     """
 
     fuse_qkv: bool
@@ -393,7 +393,7 @@ def _kv_heads(stated: int, wanted: int) -> int:
 
 
 def stored_tensors(case: Case) -> Mapping[str, Tensor]:
-    """Every tensor of the checkpoint that the case loads, by key, not to be written to.
+    """The tensors of the checkpoint that the case loads, by key, not to be written to; no states of random streams.
 
     Raises CaseError as `read_tensors` does.
     """

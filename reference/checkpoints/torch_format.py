@@ -218,7 +218,10 @@ def _object(value: Any) -> _Object:
 
 
 def read_tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
-    """Every tensor of a checkpoint by key, to be read only. Raises CaseError for this word if torch cannot read it."""
+    """The tensors of a checkpoint by key, to be read only; those of random streams (`rng.`) are left out.
+
+    Raises CaseError for this word if torch cannot read the folder.
+    """
     try:
         state = (Path(folder) / METADATA).stat()
     except OSError as problem:

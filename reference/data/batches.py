@@ -13,20 +13,20 @@ tokens. The numbers go from 3/4 T down in equal steps, as far as the sentences a
 count more than the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts
 (negative ids) are read and not learned.
 
-A range of rows that is one short or one long shows at the ids at the edges of vocabulary shards alone. So the built-in
-corpus gets the first and the last real row of every shard mixed in. These are the edges of 2 to 8 equal shards, as far
-as the vocabulary splits or is padded that way. So the data do not change with tp and wp. Shards of this very case that
-are not among these come last. In every step each of them stands in place of a token of text once, is read, and is a
-label that counts. The first micro-batches of a step hold them; where a step is too small, the next goes on with the
-others. Data that a user names stay as they are.
+A range of rows that is one row too short or too long shows only at the ids at the edges of vocabulary shards. So the
+first and last real id of every shard are mixed into the built-in corpus. These are the edges of 2 to 8 equal shards, if
+the vocabulary splits or is padded that way, so the data do not change with tp and wp; other edges of this case's own
+shards come last. In every step each edge id replaces one token of text, is read, and is a label that counts. The first
+micro-batches of a step hold them; where a step is too small for all, the next step goes on with the others. Data that a
+user names stay as they are.
 
 Packs and rows are made by InternEvo's data path as pure functions. A sentence is an int64 tensor [tokens]; a label is
 the next token of its sentence, IGNORED (-100) where there is none. Padding is token 0 with label -100. A negative token
 is a prompt.
 
 Sources: the InternEvo page "Data Load and Procedure" and EVO `data/tokenized/packed_dataset.py`, `collaters.py`,
-`data/utils.py`. Where page and code disagree, this is the way that loses nothing. The last tokens are kept (page), and
-tokens beyond a row are the next one (neither). A label 0 is learned as any other token (page).
+`data/utils.py`. Where page and code disagree, no token is lost here: the last tokens are kept (page), and tokens beyond
+a row are the next row (neither). A label 0 is learned as any other token (page).
 """
 
 import math
@@ -145,7 +145,7 @@ def own_edges(case: Case) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def unread_rows(case: Case) -> tuple[str, ...]:
-    """The rows of the token table that no input looks up, in one line; those at the edges of shards by their ids."""
+    """One line that names the rows of the token table that no input looks up, with edges of shards; () if none."""
     places = product(range(case.steps), range(case.micro), range(case.dp))
     looked_up = {token for place in places for token in micro_batch(case, *place).tokens.flatten().tolist()}
     rows = [row for row in range(case.vocab) if row not in looked_up]
@@ -213,10 +213,10 @@ def micro_batch(
 ) -> Batch:
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 
-    `padding` is the label of tokens that are not learned, before any is masked. Steps count on
-    from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
-    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards. Raises
-    DataError when the corpus cannot be read, ValueError without such a micro-batch.
+    `padding` is the label of prompts and padding. If the case loads a checkpoint, its steps follow those that were run
+    before. The batch is number `micro * dp + dp_rank` of the step, the same for every dp and micro of one product.
+    Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards. Raises DataError when the corpus cannot be read,
+    ValueError without such a micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:

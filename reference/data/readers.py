@@ -10,7 +10,7 @@ InternEvo's tokenized data: `x.bin`, JSON lines of tokens, one sentence a line, 
 `x.bin.meta`, a NumPy `.npy` array of rows (byte offset of the line, number of its tokens), int32 as InternEvo's tools
 write it. Source: EVO `tools/tokenizer.py`, `data/tokenized/single_dataset.py`. InternEvo reads only the lines that
 `.meta` names; here the two must agree line for line, so that a stale `.meta` cannot hide sentences. The `.npy` header
-is parsed here, since this package needs only torch.
+is parsed here, without NumPy.
 
 Megatron-Core's indexed data: `x.bin`, the tokens of all sequences, and `x.idx`, where each of them starts. `.idx`,
 little endian: the magic bytes, u64 version 1, u8 code of the token type, u64 number of sequences, u64 number of

@@ -17,7 +17,7 @@ from shardproof.reference.language.core import MODES
 
 
 class DenseModel:
-    """The decoder."""
+    """The dense decoder, as the harness sees it."""
 
     case = Case
 
@@ -27,7 +27,7 @@ class DenseModel:
         return tuple(MODES)
 
     def domains(self) -> dict[str, tuple[Any, ...]]:
-        """Every word that has several values, with these, the plainest first."""
+        """Word -> the values that stand for all that it can have, the plainest first."""
         return domains()
 
     def default_cases(

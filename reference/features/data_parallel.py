@@ -100,7 +100,7 @@ class DataParallel(Core):
 
     @property
     def layout(self) -> Layout:
-        """The rank orders, with data ranks divided into those that share one copy of the parameters, and copies."""
+        """The rank orders; with `shard`, dp also consists of the axes shard (one copy of parameters) and replica."""
         layout, size = super().layout, self.shard
         if not size:
             return layout

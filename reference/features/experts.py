@@ -142,12 +142,12 @@ class Experts(Core):
 
     @property
     def named_axes(self) -> dict[str, int]:
-        """Axis -> its ranks in the order of dense weights; ep does not divide these, so it has one rank there."""
+        """Axis -> its ranks in the order of dense weights, where ep has one rank since it divides none of these."""
         return {**super().named_axes, "ep": 1}
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The same without ep."""
+        """Mesh axis -> its ranks, without ep, which divides no dense weights."""
         return {axis: size for axis, size in super().mesh.items() if axis != "ep"}
 
     @property
@@ -165,7 +165,7 @@ class Experts(Core):
 
     @property
     def _order_of_experts(self) -> RankOrder:
-        """Raises CaseError for an order that leaves out an axis of experts."""
+        """The order of ranks for experts. Raises CaseError for an order that leaves out an axis of experts."""
         stages = math.prod(self.mesh[axis] for axis in self.pipeline_axes)
         edp = self.world_size // (self.expert_parts * self.ep * stages)
         sizes = {"etp": self.expert_parts, "ep": self.ep, "edp": edp, "pp": stages}
@@ -204,12 +204,12 @@ class Experts(Core):
 
     @property
     def layers_with_experts(self) -> tuple[str, ...]:
-        """Their dotted names."""
+        """The dotted names of the layers with experts."""
         return tuple(block for block, layer in self.blocks.items() if self.has_experts(layer))
 
     @property
     def repeating_layers(self) -> tuple[int, int]:
-        """The repeating layers, which begin after those without experts."""
+        """As in `Core.repeating_layers`; the repeating layers begin after those without experts."""
         first, unit = super().repeating_layers
         return max(first, multiple(self.dense_layers, unit)), unit
 
@@ -218,7 +218,7 @@ class Experts(Core):
         return self.experts > 0 and layer >= self.dense_layers
 
     def replaced_branches(self, layer: int) -> dict[str, str]:
-        """The replaced branches, with experts in place of the MLP."""
+        """The replaced branches of a layer; experts replace the MLP where the layer has them."""
         return {**super().replaced_branches(layer), **({"mlp": "experts"} if self.has_experts(layer) else {})}
 
     def data_axis_of(self, parameter: str) -> str:

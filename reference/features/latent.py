@@ -38,7 +38,7 @@ class Latent(Core):
     )
 
     def replaced_branches(self, layer: int) -> dict[str, str]:
-        """The replaced branches of a layer, attention among them."""
+        """The replaced branches of a layer; latent attention replaces attention."""
         return super().replaced_branches(layer) | ({"attention": "latent"} if self.kv_lora_rank else {})
 
     @property

@@ -47,7 +47,7 @@ class PipelineParallel(Core):
 
     @property
     def pipeline(self) -> PipelineGroup:
-        """The places of a pipeline, each with its chunks. Raises CaseError for chunks of one stage."""
+        """The places of a pipeline, each with its chunks. Raises CaseError for several chunks with pp=1."""
         return PipelineGroup(ranks=tuple(range(self.pp)), chunks=self.chunks)
 
     @property
@@ -83,7 +83,7 @@ class PipelineParallel(Core):
 
     @property
     def axes(self) -> dict[str, Groups]:
-        """The groups of ranks, with `embedding` for a tied table: the first and the last of several stages."""
+        """The groups of ranks, with `embedding` for a copied token table: the first and the last stage."""
         lists = super().axes
         if self.table_is_copied:
             lists["embedding"] = tuple(PipelineGroup(ranks=ranks).embedding_ranks() for ranks in lists["pp"])

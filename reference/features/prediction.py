@@ -1,12 +1,12 @@
-"""Prediction of further tokens: layers behind the decoder, each for the token one place further on. Words and rules.
+"""Prediction of further tokens: layers behind the decoder, each for the token one place ahead. Words and rules.
 
-Depth k = 1..D embeds the tokens k places on and joins them with the hidden states of depth k - 1 (0: the decoder). Then
-it predicts the token k + 1 places on with the model's own embedding and head. The loss has
+Depth k = 1..D embeds the tokens k places ahead and joins them with the hidden states of depth k - 1 (0: the decoder).
+Then it predicts the token k + 1 places ahead with the model's own embedding and head. The loss has the term
 
     weight / D * sum over k of (sum of mask_k * loss_k over all tokens of the step) / (sum of mask_k over the same)
 
-where mask and labels of depth k are those k places on in the same document. Both sums are over all micro-batches, data
-and context ranks. Sources: DeepSeek-V3 (arXiv:2412.19437) 2.2; Megatron-Core 0.16.1 `MultiTokenPredictionBlock`
+where mask and labels of depth k are those k places ahead in the same document. Both sums are over all micro-batches,
+data and context ranks. Sources: DeepSeek-V3 (arXiv:2412.19437) 2.2; Megatron-Core 0.16.1 `MultiTokenPredictionBlock`
 (experts.md 24), which divides by the tokens that one rank counts, or by those of the main loss.
 """
 

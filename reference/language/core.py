@@ -26,7 +26,7 @@ class Mode:
     system          whose it is
     heads           forms of head=, the default first
     embeddings      forms of embedding=
-    sequence        hidden states are split along the sequence over tp, all layers through
+    sequence        hidden states are split along the sequence over tp, through all layers
     weight_axis     mesh axis over which the weights are split
     uneven          ranks may hold shares of different sizes
     broadcasts      a batch reaches the ranks by broadcasts unless the case says otherwise

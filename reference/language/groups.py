@@ -4,8 +4,8 @@ A rank order numbers ranks by the axes of a mesh, the fastest axis first.
 
     rank = sum over axes of (place on the axis) * (product of the sizes of all faster axes)
 
-A group along some axes holds the ranks that differ only in their places on these. Axes are joined by `-`: "dp-cp"; the
-order of the words does not matter, the members of a group and the groups themselves always ascend.
+A group along some axes holds the ranks that differ only in their places on these. Axes are joined by `-`: "dp-cp". The
+order of the words does not matter: the members of a group and the groups themselves always ascend.
 
 Source: Megatron-Core `parallel_state.py`: RankGenerator, generate_masked_orthogonal_rank_groups.
 

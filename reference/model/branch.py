@@ -35,12 +35,12 @@ class Branch(Protocol):
 
 
 def values_of(case: Case) -> dict[str, Tensor]:
-    """The values of all features of a case before its first step."""
+    """The tensors that no gradient changes (`values` of branches), by full name, before the first step."""
     return {name: value for branch in _with_values(case) for name, value in branch.values(case).items()}
 
 
 def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values after a step whose micro-batches had these counts."""
+    """These tensors after a step with these counts."""
     return {
         name: value
         for branch in _with_values(case)

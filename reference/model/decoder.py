@@ -31,10 +31,10 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """The sums of linears, norms and gradient norms as functions, which the control run replaces by other orders.
+    """The mathematics of a training step as functions. The control run replaces some, by sums in other orders.
 
-    Another `activate` may move the kink of relu. `rotate` turns queries or keys, "q" or "k". `join` adds the output of
-    a branch, "attention" or "mlp", to its input.
+    `rotate` turns what its first argument names, "q" or "k". `join` adds to its input the output of the branch that its
+    first argument names, "attention" or "mlp".
     """
 
     look_up: Callable[[Tensor, Tensor], Tensor] = layers.look_up

@@ -94,8 +94,8 @@ def visible(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Ten
 def attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention with grouped queries by explicit scores; returns [B, S, N*D]. `keep_BNSS` multiplies the
-    probabilities.
+    """Softmax attention with grouped queries by explicit scores; returns [B, S, N * width of a value]. `keep_BNSS`
+    multiplies the probabilities.
     """
     heads, head_dim = q_BSND.shape[2:]
     group = heads // k_BSKD.shape[2]

@@ -1,13 +1,13 @@
 """The loss of the dense model, and the metric beside it, as sums over tokens.
 
 The loss is cross entropy with loss mask, ignored labels (-100) and label smoothing. A token counts when its label is
-not -100, with the weight of its loss mask. Sums, never means: whoever has seen every micro-batch and data rank divides
-by the global count. Smoothing follows Megatron-LM's definition: the target gets 1 - a and every other of the V classes
-a / (V - 1). V is the true vocabulary (modes of padding never count).
+not -100, with the weight of its loss mask. These are sums, not means: the caller divides by the count over all
+micro-batches and data ranks. Smoothing follows Megatron-LM: the target gets 1 - a and every other of the V classes
+a / (V - 1), where V is the vocabulary without padding.
 
 The metric (metric=true) is what a training log has beside the loss: right tokens, tokens, log-likelihood, loss by
-dataset. Sums over the tokens that count, of one data rank and the whole run. A token is right when no logit exceeds its
-label's; label smoothing takes no part. Numbers in the loss's dtype, counts int64.
+dataset. Each is a sum over the tokens of one data rank that count in the whole run. A token is right when no logit
+exceeds its label's; label smoothing plays no part. Counts are int64, other numbers have the loss's dtype.
 """
 
 import torch
@@ -64,8 +64,8 @@ def metric_totals(logits_BSV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor) -
 
 
 def metric_outcome(by_rank: list[MetricTotals], *, exact: bool) -> dict[str, Tensor]:
-    """`metric/<name>` [dp], of datasets [dp, datasets]. Unless `exact`, without those that depend on which of two
-    logits that are equal up to rounding is larger.
+    """`metric/<name>` [dp], those by dataset [dp, datasets]. Without `exact` there is no `right` and no `right_of`: in
+    them rounding decides which of two almost equal logits is larger.
     """
     right, tokens, likelihood = (
         torch.stack([sums[name] for sums in by_rank]) for name in ("right", "tokens", "log_likelihood")

@@ -1,12 +1,12 @@
 """Random numbers of the dense model: dropout and initial values, by the field or as ranks drew them.
 
-Masks and initial values that an implementation drew itself are passed to a function with `takes_given`, by its keyword
-`given`. All functions of the dense model that it calls use them.
+Masks and initial values that an implementation drew itself are passed to a function that `takes_given` decorates, by
+the keyword `given`. All functions of the dense model that it calls use them.
 
 A site of dropout is "embedding", "layers.{i}.attention", "layers.{i}.mlp" (hidden states [S, H] of a sample) or
 "layers.{i}.attention.shares" (its softmax [N, S, S]). Behind the decoder "prediction.{k}" has the same sites, its layer
-being "prediction.{k}.layer". Sample number of a step: number of the micro-batch times its rows, plus the row; a packed
-row is one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
+being "prediction.{k}.layer". The number of a sample in a step is the number of its micro-batch times the rows, plus its
+row; a packed row is one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
 
 The field is Philox4x32-10: numbers of the coordinates (site, step, sample, element), for whole tensors.
 
@@ -19,7 +19,7 @@ Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; its test 
 Initial values as Megatron sets them; `field_values` draws them from the field:
 
     weight of a column linear, table, head    mean 0, standard deviation 0.02
-    weight of a row linear (wo, w2)            the same / sqrt(2 * layers), so that residuals do not grow with depth
+    weight of a row linear (wo, w2, down)      the same / sqrt(2 * layers), so that residuals do not grow with depth
     bias                                       0
     weight of a norm                           1
 

@@ -1,13 +1,13 @@
 """Range of Adam under gradients within rounding of zero: how far a right parameter may be from the dense model's.
 
-Adam divides a gradient by its own size. A gradient that is zero in exact arithmetic, as that of a key's bias (unseen by
-the softmax), becomes a full step out of rounding. With p, m, v before a step and its gradient g,
+Adam divides a gradient by its own size. So rounding alone can make a full step of a gradient that is 0 in exact
+arithmetic, as that of a key's bias is: softmax does not depend on it. With p, m, v before a step and its gradient g,
 
     p' = p (1 - lr decay) - lr f(g)        f(g) = (b1 m + (1 - b1) g) / c1 / (sqrt((b2 v + (1 - b2) g^2) / c2) + eps)
 
 where c = 1 - b^(step + 1). Every element's g is known up to a noise n. The slack is the most by which lr f differs from
 its value at g anywhere in [g - n, g + n]. f has at most two stationary points, so its extremes are among five values.
-Away from zero that is next to nothing. Source: Kingma & Ba 2015; torch.optim.AdamW for eps and decoupled decay.
+Where g is much larger than n, the slack is tiny. Source: Kingma & Ba 2015; torch.optim.AdamW for eps and decay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,8 @@ def bound_adam(
 ) -> dict[str, Tensor]:
     """The largest error of every element, by name (`param_after/<step>/<param>`, `param/<param>`); {} for sgd.
 
-    `states`: where the steps of `truth` and `controls` began (see reference.training.steps); moments show which
-    gradients went into them. Skipped steps have none, and Adam does not count them.
+    `states` are those from which the steps of `truth` and `controls` began (see reference.training.steps). Gradients
+    are derived from the moments before and after a step. Skipped steps change no moments, and Adam does not count them.
     """
     first, found = next(iter(shapes(case))), {}
     taken = int(stored_tensors(case).get(f"optimizer.state.{first}.step", 0)) if case.load else 0

@@ -7,8 +7,8 @@ No part of a sum is larger than the sum of its terms' sizes (the triangle inequa
 A matrix product, or a sum of rows, of one rank adds up in float32 and is rounded once. Its terms are the micro-batches'
 gradients, and their rows only where ranks share rows. A look-up adds the rows of its gradient in the table's dtype.
 
-`with_terms` is arithmetic that has the terms of every sum of a backward met, its results unchanged. In backward of y =
-x @ W^T no part of the gradient of x exceeds |g| @ |W|. No part of that of W exceeds |g|^T @ |x|.
+`with_terms` gives arithmetic with the same results that records the terms of every sum in backward. In backward of
+y = x @ W^T no part of the gradient of x exceeds |g| @ |W|, and no part of that of W exceeds |g|^T @ |x|.
 
 Letters: those of `reference.model.layers`; T rows of any kind, E inputs, F outputs.
 """
@@ -31,9 +31,9 @@ Address = tuple[int, tuple[int, ...]]
 
 @dataclass(slots=True, kw_only=True)
 class Reach:
-    """Records the gradients of a step as they are met; `reference.training.reach` has arithmetic that meets terms.
+    """Records the sizes of a step's scaled gradients, and of the terms that the arithmetic of `with_terms` meets.
 
-    `finite`: all parameters' gradients are. Sizes are of scaled gradients.
+    `finite` says whether all gradients of parameters so far are finite.
     """
 
     case: Case
@@ -59,7 +59,7 @@ class Reach:
         self.meet_inside(_put(self._inputs, x, sizes))
 
     def meet_terms(self, parameter: Tensor, sizes: Tensor) -> None:
-        """Count the sizes of the terms of a parameter's gradient, one for every row that uses it."""
+        """Add the sizes of the terms of a parameter's gradient, of which every row that uses it gives one."""
         _put(self._terms, parameter, sizes)
 
     def meet_sums(self, parameters: Mapping[str, Tensor]) -> None:
@@ -103,7 +103,7 @@ class Reach:
         return max(self._logits, self._inside * experts / float(kept), *map(_size, self._sums.values()))
 
     def _least_of(self, name: str) -> float:
-        """The largest of n parts of a sum is at least an n-th of it."""
+        """The `least` of one parameter's gradient: the largest of n parts of a sum is at least an n-th of it."""
         case = self.case
         if case.grad_dtype == "model":
             return _size(self._before[name])
@@ -115,8 +115,8 @@ class Reach:
     def _is_whole(self, name: str) -> bool:
         """Whether one rank has all rows of a micro-batch from which this parameter's gradient comes, each once.
 
-        Context ranks, isp and dispatchers of experts share rows. With sequence parallelism column and row linears are
-        gathered, and others are not. Heads are shared by all. A table is looked up, or read twice.
+        Context ranks, isp and dispatchers of experts divide rows among ranks, and a table may be used twice. With
+        sequence parallelism only column and row linears see all rows; norms of heads see only a rank's own heads.
         """
         case, mode, parts = self.case, MODES[self.case.mode], name.split(".")
         again = parts[0] == "embedding" or (parts[0] == "head" and case.prediction_depth > 0)

@@ -39,7 +39,7 @@ _Sums = TypeVar("_Sums", bound=Reaching)
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """The scale of the coming step, and the finite and infinite steps in a row so far."""
+    """The scale of the coming step; finite steps since it grew or one was infinite, infinite ones since it grew."""
 
     case: Case
     value: float

@@ -1,13 +1,13 @@
-"""Training: m micro-batches of every data rank for k steps, and the outcome under its canonical names.
+"""Training: all micro-batches of every data rank in every step, and the outcome under its canonical names.
 
 Every mean is taken over all counted tokens of a step, whatever micro-batch or data rank they lie in. Gradients are the
 sum of the micro-batches' summed-loss gradients divided by the step's token count. Optimizers are torch's own: SGD with
 learning rate `lr`, AdamW with weight decay 0.01.
 
-Activations are every module's output in micro-batch 0 of step 0, on all data ranks. `act/<module>` is the output,
-`act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss. The loss is over counted tokens, not yet
-divided; times the first step's loss scale. Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per
-head are flattened to one width.
+Activations are every module's output in the observed step and micro-batch, on all data ranks. `act/<module>` is the
+output, `act_grad/<module>` the gradient in it of its micro-batch's summed loss: not yet divided by tokens, multiplied
+by the loss scale of the step. Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per head are
+flattened to one width.
 
 The state after each step has these names: parameters, and what the optimizer keeps of past gradients.
 

@@ -10,8 +10,8 @@ Shares of every micro-batch in a gradient are for a diagnosis: a wrong gradient 
 weights shows which micro-batches or data ranks it counts wrongly. All arithmetic is in float64.
 
 Cases that differ in how the work is split are equal to the dense model (`dense_case`). Masks and initial values that an
-implementation draws must be given to it. It computes the choices of a learned router itself, from which the number of
-rows follows that ranks send.
+implementation draws must be given to it. It computes the choices of a learned router itself; from these follows how
+many rows each rank sends.
 """
 
 import math

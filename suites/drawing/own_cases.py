@@ -1,8 +1,8 @@
 """Cases to draw for a subject with words of its own: near the cases that it names, from its strategy, at other layouts.
 
-Near a case means: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that states them.
-The axes stay those of the case, since the subject has named the layouts that it supports. Words that a property fixes
-stay.
+A case near another has any seed, 2 or 3 steps, 1 to 3 micro-batches, and any legal value of a word that lists its
+values and is at its default. The axes stay, since the subject has named the layouts that it supports. So do words that
+a property fixes.
 
 Another layout of the same training has as many samples in a step, on other ranks, as far as the subject takes it. A
 case of ours changes its mode and axes, and what data ranks share. A case in a subject's own words takes the axes of

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 PROFILES = {"quick": 8, "default": 50, "deep": 1000}
-"""Profile -> cases for each property and mode; 8 have every pair of two boolean words (see `pairwise`). `deep` is for
-one property or one mode at a time.
+"""Profile -> cases for each property and mode; 8 have every pair of two boolean words (see `boolean_rows`). `deep` is
+for one property or one mode at a time.
 """
 ONE_CASE = "one-case"
 """The profile of `--case`: drawn cases are replaced, so one is enough."""
 FEW = "few"
-"""The profile of a session that runs the suites beside tests of shardproof itself: CI proves every default case too."""
+"""The profile for suites that run beside the tests of shardproof itself, which prove every default case anyway."""
 
 
 def register() -> None:

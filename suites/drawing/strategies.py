@@ -1,13 +1,13 @@
 """Hypothesis strategies that draw only valid, non-degenerate cases.
 
-Non-degenerate by construction: axes of unequal size, odd factors, several micro-batches and steps,
-batch > 1, grouped heads, uneven masks. The reference draws biases and norm weights away from their defaults. Every draw
-is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
+`cases` are non-degenerate by construction: they have axes of unequal size, odd factors, several micro-batches and
+steps, batch > 1, grouped heads and uneven masks. The reference draws biases and norm weights away from their defaults.
+Every draw is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
 
-Some are of sizes that users train (`large_cases`): many tokens in a step, or a wide model. Rounding grows with the
-number of terms of a sum, so what holds for a few dozen tokens says little of thousands. Boolean words come in rows
-(`boolean_rows`): six to eight of them have every pair of values of every two words. Words are true in different sets of
-n/2 of n rows, never in the first: any two meet in all four pairs of values (Kleitman and Spencer 1973).
+`large_cases` have sizes that users train: many tokens in a step, or a wide model. Rounding grows with the number of
+terms of a sum, so what holds for a few dozen tokens says little of thousands. Boolean words come in rows
+(`boolean_rows`), in which any two words have all four pairs of values. Each word is true in n/2 of n rows, in another
+set than every other word, and never in the first row (Kleitman and Spencer 1973).
 """
 
 import itertools
@@ -69,8 +69,8 @@ _STEPS = ((2,) * 9 + (1,) * 7 + (3,) * 5 + (4, 5, 6, 7, 8)) * 2 + (20,)
 
 
 def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
-    """(tp, dp) of every mesh with tp > 1 whose world is allowed; the two are never equal, so that no group can pass for
-    the other.
+    """(tp, dp) of every mesh with tp > 1 whose world is allowed. The two are never equal, so a group of one axis cannot
+    be taken for one of the other.
     """
     return [
         (tp, world // tp)
@@ -81,14 +81,14 @@ def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
 
 
 def _micro(tp: int, dp: int) -> tuple[int, int]:
-    """Two numbers of micro-batches that differ from the sizes of both axes, so that no factor can pass for another."""
+    """Two numbers of micro-batches that differ from the sizes of both axes, so no factor can be taken for another."""
     fewest, *more = (micro for micro in (2, 3, 4) if micro not in (tp, dp))
     return fewest, more[0] if more and tp * dp < 6 else fewest
 
 
 def schedules() -> st.SearchStrategy[Schedule]:
-    """Draw who runs next, and which results come before their wait. Shrinks to first come first served, with results in
-    the wait.
+    """Draw which rank runs next, and which results arrive before their wait. Draws shrink to ranks in the order in
+    which they are ready, with every result at its wait.
     """
     return st.builds(
         Schedule,
@@ -171,8 +171,8 @@ def every_word(
 def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str]) -> Case:
     """Draw words of a feature for the case, with others changed as the rules propose.
 
-    If that makes no legal case it gets fewer of them, or stays as it is. The axis of a feature has the ranks of another
-    axis, so that the number of ranks stays.
+    If that makes no legal case, the case gets only the feature's own size and axes, or stays as it is. The axis of a
+    feature takes the ranks of another axis, so the number of ranks stays.
     """
     owner, part = FEATURES[name], PARTS.get(name)
     words, has = dict[str, Any](), dict[str, Any]()
@@ -280,7 +280,7 @@ _ROWS = 6
 def boolean_rows(mode: str) -> tuple[Mapping[str, bool], ...]:
     """The boolean words of cases of this mode, row by row.
 
-    Packed data have no attention mask (Megatron's dense one): of a row with both, there is one row with each.
+    Packed data have no attention mask (Megatron's dense one), so a row with both becomes two rows with one each.
     """
     words: tuple[str, ...] = (*_EVERYWHERE, "metric" if MODES[mode].measures else "attention_mask")
     words += ("fuse_weights",) if MODES[mode].gathers_weights else ()

@@ -3,18 +3,19 @@
     python -m shardproof.suites.mutants.catalogue [ID ...]    prints known bugs by the id of their cause: these, or all
 
 A mutant is one real bug as a change of our own source text, planted from outside. `condition` and the words of a mode
-in `modes` state which cases can show it, in the language of `reference.case.conditions`. The names are the case's own
-words and what follows from them, and `world`. `wdp` are ranks that hold the same shard, `padding` rows of the
-vocabulary that are no token. A mutant is planted in every mode that can host it.
+in `modes` state which cases can show it, in the language of `reference.case.variants`. The names are the case's own
+words and what follows from them, and `world`, the number of ranks. `wdp` are ranks that hold the same shard, `padding`
+rows of the vocabulary that are no token. A mutant is planted in every mode that can host it.
 
 A family is one or more files of bugs. A run of held-back mutants prints totals and the names of survivors, but never
 which mutant got which place or cause: rules that were fitted to these mutants would make the figures worthless.
 
-Every property of the suites draws as many cases from `suites.drawing.strategies` as its profile says. As many are drawn
-here, from a fixed seed, and tried smallest first. So a mutant is killed by a case that a property could draw.
+Every property of the suites draws as many cases from `suites.drawing.strategies` as its profile says. As many as the
+profile `default` says are drawn here, from a fixed seed, and tried smallest first. So a mutant is killed by a case
+that a property could draw.
 
-KNOWN has all that is known of a kind of bug: its id and its look from `harness.diagnosing.causes.cause`, and the
-mutants and the variants of a case (`reference.case.variants`) that plant it. Mutants that are held back are not in it.
+KNOWN has all that is known of a kind of bug: its id and how it looks (`harness.diagnosing.causes.cause`), and the
+mutants and variants that plant it. Mutants that are held back are not in it.
 """
 
 import sys

@@ -62,7 +62,7 @@ _MEANING = {
 class Killed:
     """A row and its evidence: the case that killed it (else the last one), and what its diagnosis reported.
 
-    `unmissed`, of a dropped collective: why no check proves it necessary.
+    `unmissed` says, if a dropped collective was not missed, why no check proves it necessary.
     """
 
     row: Kill
@@ -106,7 +106,7 @@ def mutant_killed(
 
 
 def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
-    """Whether the case of a row passes every check without the bug, yes or no. For a variant the word is removed."""
+    """Whether the case of this result passes every check without the bug, YES or NO; a case loses its `variant=`."""
     case = result.case
     right = case.but(variant="") if getattr(case, "variant", "") else case
     return YES if prove(right, SUBJECT, engine, timeout_s=timeout_s, explain=False).verdict == PASS else NO
@@ -144,8 +144,8 @@ def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -
 def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
     """Whether the first place that the diagnosis reports is the mutant's: yes, no, or "" when it has none.
 
-    A failure whose diagnosis raised (None) has no place and no cause.
-    Between the last backward and the optimizer's step no module runs: there the phase alone is the place.
+    A failure whose diagnosis raised (None) has no place and no cause: no. Between the last backward and the optimizer's
+    step no module runs, so there the phase alone is the place.
     """
     if not mutant.phase:
         return ""

@@ -82,7 +82,7 @@ def _means(entry: Known, item: pytest.Item) -> bool:
 
 
 def _mode(entry: Known, modes: Collection[str]) -> str:
-    """The one of these modes that the entry's test is about, as in [isp], [isp-max all_reduce] or [mode=isp tp=2]."""
+    """The mode in an entry's parameters, as in [isp], [isp-max all_reduce] or [mode=isp tp=2]; "" if there is none."""
     longest_first = "|".join(sorted(map(re.escape, modes), key=len, reverse=True))
     found = re.search(rf"(?:^|mode=|-)({longest_first})(?=$|[ -])", entry.test.partition("[")[2].rstrip("]"))
     return found[1] if found else ""
@@ -137,7 +137,7 @@ def _plain(text: str) -> str:
 
 
 def append_summary(text: str, environment: Mapping[str, str]) -> bool:
-    """Append it to the step's page if the environment names one. Returns whether it did."""
+    """Append the text to the step's page if the environment names one. Returns whether it did."""
     target = environment.get("GITHUB_STEP_SUMMARY", "")
     if not target:
         return False

@@ -46,8 +46,8 @@ class Prover:
     """A subject, the world sizes to draw from, the engine that runs it, and the run folder that keeps the proofs.
 
     `only` is proved in place of every case that is drawn. A run may take `timeout_s` seconds. `refusals` has the
-    reasons for which the subject refused the cases drawn since it last took one. `reported` is the test that reported a
-    first place; `rows` are the rows of boolean words that each test has drawn.
+    reasons for which the subject refused the cases drawn since it last took one. `reported` has each first place with
+    the test that reported it first; `rows` are the rows of boolean words that each test has drawn.
     """
 
     subject: NamedSubject
@@ -148,8 +148,8 @@ class Prover:
         hypothesis.reject()
 
     def _row(self, data: st.DataObject, mode: str) -> Mapping[str, bool]:
-        """The boolean words of a draw: one of `boolean_rows`. A test draws every row before it draws one a second time;
-        a row depends on the test too. A draw that is repeated (shrunk, from the database) has the same row again.
+        """The boolean words of a draw: one of `boolean_rows`. A test draws every row before it draws one a second time,
+        and tests begin with different rows. A draw that is repeated (shrunk, from the database) has its row again.
         """
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         every, drawn = boolean_rows(mode), self.rows.setdefault(test, {})

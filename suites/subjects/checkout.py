@@ -1,5 +1,5 @@
 """Systems that are no packages: their code is imported as it is, from a checkout that an environment variable names.
-And what their subjects share: a session on CPUs, weights that follow from name and seed, the tokens of samples.
+Their subjects share what follows: a session on CPUs, weights that depend on name and seed, the tokens of samples.
 """
 
 import os

@@ -64,7 +64,7 @@ def truth(case, device):
 
 
 class Network(nn.Module):
-    """Tokens, what their experts add to them, and a linear layer; returns the loss of [tokens, width]."""
+    """A mixture of experts with a residual connection, then a linear layer; returns the loss of x [tokens, width]."""
 
     def __init__(self, case):
         super().__init__()

@@ -34,7 +34,7 @@ class DropoutMlp(nn.Module):
         self.tp_rank, self.group, self.recompute = tp_rank, group, case.recompute
 
     def forward(self, x):
-        """x [rows, width] to how far it is from what the layers make of it."""
+        """x [rows, width] to the output of the layers minus x."""
         return (checkpoint(self.layers, x, use_reentrant=False) if self.recompute else self.layers(x)) - x
 
     def layers(self, x):

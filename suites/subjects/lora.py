@@ -2,10 +2,10 @@
 
 shardproof run "tp=2 dp=3 sp=true follow=false" --subject shardproof.suites.subjects.lora:subject
 
-A layer is W + scale B A. Where W is split by rows (up) B is too, and A is whole on every rank; where W is split by
-columns (down) it is A. With follow=false both are whole, and a rank uses its part. Gradients of what is whole are
-summed over tp where ranks use other parts, or see other tokens (sp). B begins with numbers, as in a resumed run: were
-it 0, the first gradient of A would be 0, right or wrong.
+A layer is W + scale B A. Where W is split by rows (up) B is too, and A is whole on every rank. Where W is split by
+columns (down) A is too, and B is whole. With follow=false both are whole, and a rank uses its part. Gradients of whole
+factors are summed over tp where ranks use different parts, or see different tokens (sp). B does not begin at 0, as in a
+resumed run: otherwise the first gradient of A would be 0 whether it is right or wrong.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
 shardproof run "tp=2 dp=3 update=owner" --subject shardproof.suites.subjects.muon:subject
 
-The momentum of a matrix is orthogonalised whole, by Newton-Schulz; that of query, key and value of each head by itself,
-for which tp sends nothing. Every rank gathers each matrix (gather), or one rank of tp does and sends the result
-(owner), or ranks exchange parts of matrices for whole ones and back (alltoall).
+The momentum of a matrix is orthogonalised whole, by Newton-Schulz. Query, key and value of each head are matrices by
+themselves, for which tp sends nothing. Every rank gathers each other matrix (gather), or one rank of tp does and sends
+the result (owner), or ranks exchange parts of matrices for whole ones and back (alltoall).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Three ways in which ranks of tp make whole matrices orthogonal of which each has a part: parts in, parts out."""
+"""Three ways to make matrices orthogonal whose parts lie on the ranks of tp: each takes parts and leaves parts."""
 
 import torch
 import torch.distributed as dist

@@ -1,9 +1,10 @@
-"""Where a model parts over an axis and meets again, each with what its backward sends. A group of None is no axis.
+"""How a model enters a region that is split over an axis and leaves it, with the conjugate calls in backward. With the
+group None, as in one process, each returns its tensor.
 
-x = enter(x, tp)       part: every rank has x, and its gradient is the sum of all ranks'
-y = leave(y, tp)       meet: the sum over ranks, whose gradient is that of every term
-x = gather(x, tp, 1)   parts of dim 1 in one tensor, whose gradient is summed and handed out again
-y = scatter(y, tp, 1)  the sum over ranks, of which every rank has a part of dim 1
+x = enter(x, tp)       every rank has x; its gradient is the sum of all ranks' gradients
+y = leave(y, tp)       the sum over ranks; its gradient is that of every term
+x = gather(x, tp, 1)   parts of dim 1 in one tensor; its gradient is summed, and each rank gets its part
+y = scatter(y, tp, 1)  the sum over ranks, of which each rank gets a part of dim 1; parts of its gradient are gathered
 a = collect(x, cp)     the tensors of all ranks in a new first dim, on every rank
 """
 

@@ -98,8 +98,8 @@ def _largest(score_E: Tensor, count: int) -> Tensor:
 
 
 def apply_capacity(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
-    """The choices without those beyond an expert's capacity. Among the tokens of one rank (capacity_of=rank) this is
-    the only place where the dense model knows ranks (experts.md 21.3). Among equal weights the first tokens' stay.
+    """The choices without those beyond an expert's capacity. Of equal weights those of the first tokens stay. With
+    capacity_of=rank (experts.md 21.3) this is the only place where the dense model knows ranks.
     """
     kept_BSE = torch.zeros_like(chosen_BSE)
     weights_BSE = weights_BSE.round(decimals=EQUAL_DIGITS)
@@ -125,11 +125,11 @@ def _places_of_ranks(case: Case) -> list[Tensor]:
 
 
 def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None = None) -> list[Tensor]:
-    """The balance losses of a micro-batch, or of its counted tokens, each multiplied by the number of these tokens.
+    """Balance losses and z-loss of a micro-batch, or of its counted tokens, each times the number of these tokens.
 
-    Like other terms they are divided by the counted tokens of the step. Source: Switch (arXiv:2101.03961) for any
-    top_k, ST-MoE (2202.08906). Choices of a router are those without groups and bias; with equal scores a loss equals
-    its coefficient.
+    Like all terms of the loss they are later divided by the counted tokens of the step. With learned routing the
+    experts are chosen anew, without groups and bias. With equal scores a balance loss equals its coefficient. Source:
+    Switch (arXiv:2101.03961) for any top_k, ST-MoE (2202.08906).
     """
     if not (case.aux_loss or case.sequence_loss or case.z_loss):
         return []
@@ -158,7 +158,7 @@ def _shares(case: Case, logits_BSE: Tensor) -> Tensor:
 
 
 def global_loss(case: Case, layer: str, batch: Batch, logits_BSE: Tensor) -> Tensor:
-    """This micro-batch's part of the balance loss of all data ranks: with their choices, and its own scores."""
+    """This micro-batch's part of the balance loss of all data ranks: from their forced choices and its own scores."""
     micro, _dp_rank = divmod_number(case, batch.number)
     first = [first_token(case, batch.step, micro, rank) for rank in range(case.dp)]
     tokens_DT = torch.tensor(first)[:, None] + torch.arange(case.tokens)

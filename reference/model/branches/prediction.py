@@ -5,8 +5,8 @@ Letters as in `reference.model.layers`. Depth k (from 1) of D, in its own norms,
     x_k = final_norm(layer(eh_proj [enorm(embedding(tokens_k)) | hnorm(x_(k-1))])),  x_0 the decoder's normed output
     loss_k = cross entropy of head(x_k) against labels_k
 
-tokens_k, positions_k, labels_k and mask_k are those k places on in the same document. Where it has ended, token and
-position are 0, without label, and the mask is 0. A term of the summed loss is `weight / D * N / N_k * sum of mask_k *
+tokens_k, positions_k, labels_k and mask_k are those k places ahead in the same document. Past its end, token, position
+and mask are 0, and the label is ignored. A term of the summed loss is `weight / D * N / N_k * sum of mask_k *
 loss_k` over the micro-batch. The counts N of the main loss and N_k of depth k are over the step, which divides by N.
 """
 
@@ -38,7 +38,7 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def ahead(batch: Batch, places: int) -> Batch:
-    """The micro-batch with what stands this many places further on in the document of each token."""
+    """The micro-batch with, for each token, what stands this many places ahead in its document."""
     length = batch.tokens.shape[1]
     ends = torch.tensor([length]) if batch.cu_seqlens is None else batch.cu_seqlens.cpu()[1:]
     here = torch.arange(length)
