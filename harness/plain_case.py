@@ -114,10 +114,9 @@ class Vocabulary:
             if text not in ("true", "false"):
                 raise WordError(key, text, "must be true or false", f"{key}=true")
             return text == "true"
+        plain = kind is str or (text.isascii() and "_" not in text)  # Python reads 1_0 as 10
         try:
-            if kind is not str and (not text.isascii() or "_" in text):  # Python reads 1_0 as 10
-                raise ValueError(text)
-            return kind(text)
+            return kind(text if plain else "")
         except ValueError:
             rule = "must be a whole number" if kind is int else "must be a number"
             raise WordError(key, text, rule, f"{key}={known[key][0]}") from None

@@ -66,4 +66,4 @@ if __name__ == "__main__":
             one.start()
         for one in ranks:
             one.join()
-    sys.exit(max(one.exitcode for one in ranks))
+    sys.exit(max(abs(one.exitcode) for one in ranks))  # a rank that a signal ended has a negative one

@@ -145,10 +145,9 @@ def read(key: str, text: str, kind: type) -> int | float | bool | str:
         return text == "true"
     if kind is str:
         return text
+    plain = text if text.isascii() and "_" not in text else ""  # Python reads 1_0 as 10, and digits of every script
     try:
-        if not text.isascii() or "_" in text:  # Python reads 1_0 as 10, and the digits of every script
-            raise ValueError(text)
-        value: int | float = kind(text)
+        value: int | float = kind(plain)
     except ValueError:
         legal = f"{key}=1" if kind is int else f"{key}=0.1"
         raise CaseError(key, text, f"must be {'a whole' if kind is int else 'a'} number", legal) from None

@@ -7,6 +7,7 @@ broken is a row: `inspect_machine` imports the packages that shardproof needs, a
 import argparse
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -202,6 +203,5 @@ def _word_for(there: bool) -> str:
 
 
 def _parse_release(version: str) -> tuple[int, ...]:
-    """(2, 13) of "2.13.0+cpu"; 0 for what is no number."""
-    digits = ("".join(char for char in part if char.isdigit()) for part in version.split(".")[:2])
-    return tuple(int(part or 0) for part in digits)
+    """(2, 13) of "2.13.0+cpu", (2, 9) of "2.9rc1"; 0 for what begins with no digit."""
+    return tuple(int(re.split(r"[^0-9]", part)[0] or 0) for part in version.split(".")[:2])

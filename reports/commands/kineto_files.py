@@ -92,12 +92,13 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
 def add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """The events, with the duration of asynchronous calls up to their wait if it was measured.
 
-    An event whose start a trace does not know gets the start of the event before it.
+    An event whose start a trace does not know gets the start of its rank's event before it.
     """
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     events = events.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
     known = events["duration_us"].where(events["duration_us"] > 0, events["lasts_us"].fillna(0.0))
-    times = {"start_us": events["start_us"].ffill().fillna(0.0), "duration_us": known.fillna(0.0).clip(lower=0)}
+    starts = events.groupby(["case", "rank"], dropna=False)["start_us"].ffill()
+    times = {"start_us": starts.fillna(0.0), "duration_us": known.fillna(0.0).clip(lower=0)}
     return events.drop(columns="lasts_us").assign(**times)
 
 
