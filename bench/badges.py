@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "badges"
 PAGES = (ROOT / "docs" / "evidence.md", ROOT / "docs" / "default_run.md")
 _GREEN, _RED, _WIDE = "#2e7d32", "#c62828", 7
-"""The colour of a badge whose numbers are complete, the colour of others, and the most pixels of a letter."""
+"""The colour of a badge whose number is good, the colour of others, and the most pixels of a letter."""
 _SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="{name}: {value}">
   <title>{name}: {value}</title>

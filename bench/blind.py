@@ -114,7 +114,7 @@ def _values(text: str) -> list[str]:
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 20.0, 60.0
-"""Seconds in which the process does not wait for a processor."""
+"""The longest search for these words, and the longest run of a case; waiting for a processor does not count."""
 _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
 """Names in a condition that are no words of a case -> the words that they follow from."""
 

@@ -208,7 +208,7 @@ def _write_part(part: Part, out: Path) -> Campaign:
 
 def _part(asked: argparse.Namespace) -> Part:
     number, _, parts = asked.part.partition("/")
-    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
         raise RequestError(f"part={asked.part}: must be a number of how many, from 1; legal: --part 1/2")
     counts = (("cases", asked.cases, 1, 120), ("steps", asked.steps, 0, 2), ("foreign", asked.foreign, 0, 500))
     for word, count, least, legal in counts:

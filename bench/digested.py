@@ -17,10 +17,10 @@ from shardproof.parallel.subject import subject as ours
 
 
 class Digested:
-    """Ours; each call appends one JSON line (case, rank, digest) to the file that DIGESTS names."""
+    """Our subject; each call appends one JSON line (case, rank, digest) to the file that DIGESTS names."""
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """Ours's outcome, as it is."""
+        """The outcome of our subject, unchanged."""
         outcome = ours(case, device)
         line = json.dumps([str(case), dist.get_rank(), digest(outcome)])
         with open(os.environ["DIGESTS"], "a") as written:
@@ -28,7 +28,7 @@ class Digested:
         return outcome
 
     def __getattr__(self, name: str) -> Any:
-        """Name of ours beside the call: modes, expectations, layouts."""
+        """An attribute of our subject: modes, expectations, layouts."""
         return getattr(ours, name)
 
 

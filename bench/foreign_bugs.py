@@ -157,7 +157,7 @@ class Row(Change):
 
 
 def campaign(edits: int, first_seed: int, names: Sequence[str], dtype: str, timeout_s: float) -> Iterator[Row]:
-    """A row for every edit, subject by subject in turn."""
+    """A row for every edit; the subjects take turns."""
     with InprocEngine() as engine, plant_edits():
         for number, drawn in enumerate(drawn_cases(edits * len(names), first_seed, names, dtype)):
             start_s = time.perf_counter()

@@ -82,7 +82,7 @@ Counts = dict[str, int]
 
 @dataclass(slots=True)
 class _Rank:
-    """The points that a rank has passed, and tensors that a step must put back."""
+    """The points that a rank has passed, tensors that a step must put back, and what the hook after a step must do."""
 
     edit: Edit | None
     frozen: bool

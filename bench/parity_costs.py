@@ -1,7 +1,7 @@
 """What parity costs, measured here: `python -m bench.parity_costs`.
 
-A GPT of 10.6 million parameters trains on 8 rows of 128 tokens. Its steps 2 and 3 are recorded and the steps around
-them are not. Printed are the ratio of both in CPU time, and the time of copying and writing as many bytes alone. Then
+A transformer of 10.5 million parameters trains on 8 rows of 128 tokens. Its steps 2 and 3 are recorded, the steps
+around them are not. It prints the ratio of both in CPU time, and the time of copying and writing as many bytes. Then
 `shardproof parity` launches it on one rank and on two data ranks, in float64 and float32. On two idle cores the time by
 the clock is at most the CPU time.
 """

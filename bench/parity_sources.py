@@ -1,6 +1,6 @@
 """Training programs of others for bench.parity_programs: what is changed so that they run on CPUs, and their launches.
 
-What is changed: devices, sizes, and what the program would download. SEED in a change is the number of a run.
+Devices, sizes, and what a program would download are changed. SEED in a change is the number of a run.
 """
 
 import json
@@ -357,7 +357,7 @@ _MEGATRON_NEEDS = """os.environ["PATH"] = os.path.dirname(sys.executable) + os.p
 os.environ["MAKEFLAGS"] = "LIBEXT=" + sysconfig.get_config_var("EXT_SUFFIX")
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 """
-"""It compiles a module for the Python that is first in PATH, and asks for the variable of CUDA."""
+"""Megatron-LM compiles a module for the Python that is first in PATH, and asks for the variable of CUDA."""
 PRETRAIN_GPT = Program(
     name="Megatron-LM/pretrain_gpt",
     folder="Megatron-LM",
@@ -388,7 +388,7 @@ PRETRAIN_GPT = Program(
 def _library(name: str, script: str, launcher: str = "", **more: Any) -> Program:
     """A script of bench.parity_trainers. Its arguments are the rows of a rank and how many batches are accumulated.
 
-    `launcher` starts the first launch. That of accelerate starts no two processes without a GPU or MPI.
+    `launcher` starts the first launch only: accelerate's starts no two processes without a GPU or MPI.
     """
     return Program(
         name=name,

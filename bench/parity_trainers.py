@@ -1,4 +1,4 @@
-"""Scripts of the libraries' own kind for bench.parity_programs: Hugging Face Trainer, accelerate, peft and TRL.
+"""Scripts in the usual style of four libraries for bench.parity_programs: transformers, accelerate, peft and TRL.
 
 Models are tiny and random. A sample is random too, with its number as the seed, and a part of the targets is ignored.
 """

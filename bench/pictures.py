@@ -1,4 +1,4 @@
-"""The picture of the README: the page of a run of its own example, taken by a browser.
+"""The picture of the README: the page of a run of the README's example, taken by a browser.
 
     python -m bench.pictures
 

@@ -30,7 +30,7 @@ Results = Mapping[str, pd.DataFrame]
 
 
 def draw_cases(count: int, first_seed: int) -> list[str]:
-    """Legal cases in any word, `count` of them, as texts; the same for the same seed."""
+    """The texts of `count` legal cases in any word, each different one once; the same for the same seed."""
     shares = {mode: count // len(MODES) + (place < count % len(MODES)) for place, mode in enumerate(MODES)}
     cases = [case for mode, share in shares.items() for case in draw_samples(every_word(mode), share, first_seed)]
     return list(dict.fromkeys(map(str, cases)))

@@ -66,7 +66,7 @@ def _name(requirement: str) -> str:
 def run_to_end(command: Sequence[str], limit_s: float = _LIMIT_S, folder: Path | None = None) -> str:
     """Run a command in a folder to its end. Returns "" if it succeeded, otherwise its exit status and last lines.
 
-    After `timeout` the command is ended with everything that it started.
+    After `limit_s` seconds the command is ended with everything that it started.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     bounded = ["timeout", "--signal=KILL", str(limit_s), *command]
@@ -163,7 +163,7 @@ CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
 
 
 Ledger = tuple[int, int]
-"""How many calls a rank makes in forward and backward, and their payload bytes."""
+"""How many calls a rank makes in forward and backward, and the payload bytes of all its calls."""
 
 
 class Seen(NamedTuple):

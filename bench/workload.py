@@ -4,7 +4,7 @@ Small enough that the cost is op dispatch and hand-offs, not arithmetic. Shapes:
 [out, in]; per layer 12 weights. A rank holds `heads / W` heads and `ffn / W` columns and issues 4 all_reduces a layer,
 two forward and two backward (Megatron-LM, arXiv 1909.08053, section 3). With `comm` off the rank runs the same
 operations without a single collective: the floor that an engine is measured against. Everything follows from
-`sizes.seed`. An example is one forward and backward whose ranks are processes, of the pool engine or spawned for it.
+`sizes.seed`. An example is one forward and backward; its ranks here are processes, of a pool or spawned for it.
 Each draws the weights, runs the dense pass itself and compares its own part with it. Every wait is bounded.
 """
 

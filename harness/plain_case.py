@@ -115,6 +115,8 @@ class Vocabulary:
                 raise WordError(key, text, "must be true or false", f"{key}=true")
             return text == "true"
         try:
+            if kind is not str and (not text.isascii() or "_" in text):  # Python reads 1_0 as 10
+                raise ValueError(text)
             return kind(text)
         except ValueError:
             rule = "must be a whole number" if kind is int else "must be a number"

@@ -1,4 +1,4 @@
-"""Tests of ourselves, a folder for each room. Nothing here is shipped, and no file of the product imports from here."""
+"""Tests of the product, a folder for each of its folders. Nothing is shipped, and the product imports nothing of it."""
 
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The text by which CI recognises its second run."""
+    """Add `--after REPORT`, by which the second run of CI leaves out what its first one ran."""
     parser.addoption("--after", metavar="REPORT", help="leave out what has run there")
 
 

@@ -1,4 +1,4 @@
-"""torch.compile around the pieces of a split model: the loss of a rank, a block over tp, the optimizer's arithmetic.
+"""torch.compile around the pieces of a split model: the hidden layer of a block over tp, and the loss of a rank.
 
 `backend` is one of those that need no compiler. Its truth is the subject on one rank.
 """

@@ -1,6 +1,6 @@
 """Convolutions over a picture whose rows are dealt out unevenly: ranks exchange the rows at their edges (halos).
 
-Backward sends the gradients of the borrowed rows home. The truth is one convolution over the whole picture in float64.
+Backward sends the gradients of the borrowed rows home. The truth convolves whole pictures, in float64.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Muon under tensor parallelism: shards of the momentum are gathered, whole matrices are orthogonalised, and each rank
+"""Muon under tensor parallelism: shards of gradients are gathered, whole matrices are orthogonalised, and each rank
 takes its own part back. Gates and biases are stepped by AdamW.
 
 `kind` is an optimizer of this file, in the dtype of the case, or torch's own, which orthogonalises in bfloat16.

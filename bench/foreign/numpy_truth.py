@@ -1,4 +1,4 @@
-"""A Poisson regression whose features are dealt out over tp and rows over dp; its truth is written in numpy."""
+"""A Poisson regression whose features are split over tp and rows over dp; its truth is written in numpy."""
 
 import numpy as np
 import torch

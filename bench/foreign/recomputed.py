@@ -1,6 +1,6 @@
 """Blocks under activation checkpointing, split over tp with functional collectives, compared with themselves alone.
 
-`how` is torch's reentrant or non-reentrant checkpoint of a block, of a part inside of another, or none.
+`how` is torch's reentrant or non-reentrant checkpoint of a block, of a part of it, of both nested, or none.
 """
 
 from functools import partial

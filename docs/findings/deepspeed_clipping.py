@@ -38,7 +38,7 @@ def step(ep, zero):  # the norm of what one step changes
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
     engine.backward(model[1](model[0](x)[0]).square().mean())
     engine.step()
-    squares = torch.zeros(2)  # of what all ranks have, and of experts
+    squares = torch.zeros(2)  # of the weights that all ranks have, and of the experts
     for weight, old in zip(model.parameters(), before, strict=True):
         squares[int(not getattr(weight, "allreduce", True))] += (old - weight.detach()).square().sum()
     if ep > 1:

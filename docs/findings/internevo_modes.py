@@ -1,4 +1,4 @@
-"""InternEvo 58f723a (0.5.3): what two ranks compute otherwise than one, and clipping that does nothing.
+"""InternEvo 58f723a (0.5.3): what two ranks compute differently from one, and clipping that does nothing.
 
 INTERNEVO=checkout python docs/findings/internevo_modes.py norms|isp|table|rows|logits|clip
 exit status 1 while the defect is there. Gloo is made to do what NCCL does: averages, and tensors as flat memory.

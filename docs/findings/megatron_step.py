@@ -42,7 +42,7 @@ KINDS = {  # axes, words of the configuration, the parameter whose gradient is l
     "positions": ({"pp": 2}, {"mtp_num_layers": 1}, "embedding.position_embeddings.weight"),
     "offsets": ({"tp": 2, "sp": False}, {"softmax_type": "learnable"}, "norm"),
 }
-"""heads: sums over tokens beside means over them, both on one rank."""
+"""heads: a loss summed over tokens is compared with one averaged over them, both on one rank."""
 
 
 class Norm:  # Megatron's own needs Apex or TransformerEngine where the sequence is split
@@ -53,7 +53,7 @@ class Norm:  # Megatron's own needs Apex or TransformerEngine where the sequence
         return norm
 
 
-class Streams:  # of random numbers: nothing is drawn
+class Streams:  # stands for the streams of random numbers: nothing is drawn from them
     def is_initialized(self):
         return True
 
@@ -114,7 +114,7 @@ def spec(config):  # the local layers, with what they lack without TransformerEn
     heads = None
     if config.mtp_num_layers:
         heads = specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
-    if heads:  # of the last stage
+    if heads:  # the last stage alone has them
         inside = heads.layer_specs[0].submodules
         inside.enorm = inside.hnorm = inside.layer_norm = Norm
     return layer, heads

@@ -2,7 +2,7 @@
 
 python docs/findings/torch_split_backward_ddp.py      exit status 1 while the defect is there
 
-Two data ranks on gloo, each with both stages of a model. Another schedule is beside it, whose backward is one.
+Two data ranks on gloo, each with both stages of a model. The first schedule does not split its backward.
 """
 
 import pathlib

@@ -80,7 +80,7 @@ def check_launch_words(tokens: str | None, case: str | None) -> Mapping[str, obj
     """The words that are given, as `env.json` has them. Raises RequestError for a wrong one."""
     words: dict[str, object] = {}
     if tokens is not None:
-        if not tokens.isdigit() or not 0 < int(tokens) < 10**15:
+        if not tokens.isdecimal() or not 0 < int(tokens) < 10**15:
             rule = "must be the tokens of all ranks in one step, at least 1"
             raise RequestError(f"tokens={tokens}: {rule}; legal: --tokens 4194304")
         words["tokens"] = int(tokens)

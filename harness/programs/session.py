@@ -164,7 +164,7 @@ def values_of(
         gib = 2.0 if budget is None else float(budget)
     if not 0 < gib < 1e6:
         raise RequestError(f"budget={budget}: must be the GiB of a rank's values in a step; legal: --budget 2")
-    if perturb is not None and not (perturb.isdigit() and 0 < int(perturb) < 2**31):
+    if perturb is not None and not (perturb.isdecimal() and 0 < int(perturb) < 2**31):
         raise RequestError(f"perturb={perturb}: must be a seed, a whole number from 1 on; legal: --perturb 1")
     if same_init is not None and not Path(same_init, "values").is_dir():
         raise RequestError(f"same-init={same_init}: holds no values; legal: a folder of `shardproof record --values`")

@@ -22,7 +22,7 @@ def tested_span() -> str:
 def untested_note(version: str = torch.__version__) -> str:
     """A note if a version of torch ("2.13.0+cpu"; by default the one in use) was not tested, else ""."""
     digits = version.partition("+")[0].split(".")[:2]
-    release = tuple(int(part) if part.isdigit() else 0 for part in digits)
+    release = tuple(int(part) if part.isdecimal() else 0 for part in digits)
     if TESTED[0] <= release <= TESTED[1]:
         return ""
     return f"torch {version} was not tested: shardproof was tested with {tested_span()}, and anything may differ here"

@@ -91,7 +91,7 @@ def _legal_values(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[s
     for value in domains.get(key, ()) if key not in fixed else ():
         if write(value) in legal.split("|"):
             return {key: value}
-    return {key: int(legal)} if key in _SIZES and key not in fixed and legal.isdigit() else {}
+    return {key: int(legal)} if key in _SIZES and key not in fixed and legal.isdecimal() else {}
 
 
 def _first_legal(

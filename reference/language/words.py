@@ -146,6 +146,8 @@ def read(key: str, text: str, kind: type) -> int | float | bool | str:
     if kind is str:
         return text
     try:
+        if not text.isascii() or "_" in text:  # Python reads 1_0 as 10, and the digits of every script
+            raise ValueError(text)
         value: int | float = kind(text)
     except ValueError:
         legal = f"{key}=1" if kind is int else f"{key}=0.1"

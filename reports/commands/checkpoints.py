@@ -2,7 +2,7 @@
 
 The exit status of checkpoint is 0 if every tensor agrees, 1 if one differs (six lines on the first), and 2 if a folder
 holds no whole checkpoint. slice prints what every rank holds of each tensor of a model, or cuts and joins a checkpoint.
-Ranges are first-last, both included. Both commands belong to `parallel`, found by name as a subject is.
+Ranges are first-last, both included. The code of both commands is in `parallel` and is found by name, as a subject is.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def six_lines(difference: Any, a: str, b: str) -> str:
-    """The first difference: where, by how much, the ranks that wrote it, why, and the command that repeats it."""
+    """The first difference: what, where, by how much, which ranks wrote it, why, and the command that repeats it."""
     first = difference.first
     lines = {name: getattr(first, name) for name in ("what", "where", "error", "pieces")}
     repeat = f"shardproof checkpoint {shlex.join([a, b])} --tensor {shlex.quote(first.key)}"

@@ -159,7 +159,7 @@ def _print_error(message: str) -> None:
 
 
 def _find_empty_option(parsed: argparse.Namespace) -> str:
-    """The option that was given as an empty word, as a shell does with an unset variable: it must choose nothing."""
+    """The first option whose word is empty, as that of an unset shell variable is; "" if there is none."""
     for name, value in vars(parsed).items():
         if name == "program":  # the words of the recorded command
             continue

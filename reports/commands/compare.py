@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _list_breaches(comparison: Comparison) -> Iterator[Failure]:
-    """What changed, as one failure, with the broken limits, at the first line that issues a changed event."""
+    """What changed and the broken limits, as one failure at the first line of a changed event; none if all hold."""
     if comparison.breaches:
         at = comparison.lines[0].rpartition(", at ")[2].partition(", ")[0] if comparison.lines else ""
         message = "\n".join((*comparison.changes, *_shorten_breaches(comparison)))

@@ -1,7 +1,7 @@
 """`shardproof doctor`: what this machine offers, what would be skipped here, and why.
 
 `inspect_machine` collects facts, `judge_machine` makes rows of them; nothing is started or changed. Anything missing or
-broken is a row: a package is imported when its row is made, and the row has the error of that import.
+broken is a row: `inspect_machine` imports the packages that shardproof needs, and a row has the error of its import.
 """
 
 import argparse

@@ -78,9 +78,9 @@ def _quote_cases(cases: Sequence[str]) -> str:
 
 
 def lines_of_terms(run: Run, case: str, *, short: bool = False) -> list[Line]:
-    """The terms of what this case did, in the order in which the first of its calls were issued.
+    """The terms of what this case did, in the order of their first calls, from the lowest rank on.
 
-    A term stands for all equal calls; `short`: for all calls of an op over an axis.
+    A term stands for all equal calls; with `short`, for all calls of an op over an axis.
     """
     events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
     ranks, axes = _ranks_that_ran(run, case, events), dict[str, Any]()
@@ -105,7 +105,7 @@ def lines_of_terms(run: Run, case: str, *, short: bool = False) -> list[Line]:
 
 
 def _unknown_columns(run: Run) -> set[str]:
-    """Columns that are unknown for some calls of traces, and `region`: modules in traces are no paths in a model."""
+    """Of traces: the columns that some calls lack, and `region`, since modules there are no paths in a model."""
     return {"region", *run.env.get("unknown", {}).get("columns", ())} if "source" in run.env else set()
 
 

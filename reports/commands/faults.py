@@ -88,9 +88,7 @@ def _write_scripts(name: str, folder: str, *, field: bool) -> int:
 
 
 def _write_rows(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
-    """All rows, each written before the next one is waited for: to the matrix, and with its
-    evidence to another file.
-    """
+    """Write each row to the matrix, and its evidence to kills.jsonl, before the next one; returns all rows."""
     done: list[Any] = []
     with (
         show_progress(sys.stderr) as tick,

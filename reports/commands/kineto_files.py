@@ -2,8 +2,8 @@
 
 A call is a `record_param_comms` row with torch's fields. If times were measured it is also a kernel row, since these
 tools read kernels alone. The name says which time it is: that of the call on the host or, from traces, that of its
-kernels, which are placed where the host issued it. Computation is a kernel row too if it was measured, in the stages of
-a pipeline on processes, without the calls that were waited for meanwhile. Microseconds.
+kernels, which are placed where the host issued it. Computation is measured in the stages of a pipeline on processes,
+and is a kernel row there, without the calls that were waited for meanwhile. Times are microseconds.
 """
 
 import json
@@ -51,14 +51,14 @@ _FIRST_ID = 2**31
 must not be small.
 """
 _BEFORE_US = 0.001
-"""The shortest time that is written."""
+"""A stretch ends this long before the next one begins: the least difference that is written."""
 _CALLS, _KERNELS = "host time of the call", "time of its kernels, where the host issued it"
 UNEVEN = "`Out msg nelems` of an all_to_all is what the rank sends: the ledger does not have what it receives"
 Row = dict[str, Any]
 
 
 def write_kineto(run: Run, folder: Path) -> list[str]:
-    """Write `rank<r>.json` of every rank, in a folder for each of several cases. Returns what the files lack."""
+    """Write `rank<r>.json` of every rank with calls, in a folder for each of several cases. Returns what they lack."""
     cases = list(run.ledger["case"].unique())
     untimed, clock = 0, _KERNELS if run.env.get("source") else _CALLS
     dry = run.env.get("request", {}).get("engine") == "dry"  # it moves nothing, so its times are not those of a call
@@ -92,7 +92,7 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
 def add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """The events, with the duration of asynchronous calls up to their wait if it was measured.
 
-    A trace may not know when an event began, but it knows the order.
+    An event whose start a trace does not know gets the start of the event before it.
     """
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     events = events.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
@@ -102,9 +102,7 @@ def add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
 
 
 class _Groups:
-    """The groups of a case, numbered over all ranks as torch names them; the axis is the name if
-    the ranks are unknown.
-    """
+    """The groups of a case, numbered over all ranks as torch names them; one of unknown ranks is named by its axis."""
 
     def __init__(self, run: Run, case: str, events: pd.DataFrame) -> None:
         axes: Axes = {}
@@ -154,7 +152,7 @@ def _phase_rows(events: pd.DataFrame) -> Iterator[Row]:
 
 
 def _find_stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[Any, float, float]]:
-    """The values of the last level, each until just before the next change; the last one until the end of all calls."""
+    """The values of the last level, each until just before the next change, the last until 1 us after all calls."""
     changes = (events[levels] != events[levels].shift()).any(axis=1)
     starts = [float(start) for start in events.loc[changes, "start_us"]]
     last_us = float((events["start_us"] + events["duration_us"]).max()) + 1.0
@@ -186,7 +184,7 @@ def _call_rows(events: pd.DataFrame, groups: _Groups, clock: str) -> Iterator[Ro
 
 
 def _payload_fields(event: Mapping[Any, Any]) -> Row:
-    """torch's fields of the payload. With several dtypes it is in bytes; an unknown one is left out."""
+    """torch's fields of the payload, which is in bytes if the dtype is unknown; an unknown payload is left out."""
     op = str(event["op"])
     told = {"Collective name": OTHER if op == OTHER else _NAMES.get(op, op)}
     if pd.isna(event["payload_bytes"]):

@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _tables_of_answer(prediction: Prediction) -> list[Table]:
-    """The answer's table first, then where memory goes."""
+    """The table of the answer, the tables of this one prediction, and the memory of its legal cases."""
     ledger_or_reason = prediction.rows["ledger"].where(prediction.rows["ledger"] != "", prediction.rows["reason"])
     rows = prediction.rows.assign(ledger_or_reason=ledger_or_reason)
     return [_answer_table(prediction, rows), *_tables_of_one(prediction), _memory_table(rows[rows["legal"] == "yes"])]

@@ -42,7 +42,7 @@ def load_with_page(folder: Path) -> tuple[Run, str]:
 
 
 def write_page(run: Run) -> str:
-    """Write the page of a run into its folder. Returns why that failed, "" if it did not: no error ends the run."""
+    """Write the page of a run into its folder. Returns why it could not be written, or "": no OSError ends the run."""
     path = run.path / "report.html"
     try:
         page.write_page(run, path)
@@ -100,7 +100,7 @@ def _place_of_subject(run: Run) -> str:
 
 
 def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, tally: str, notes: Sequence[str]) -> dict[str, object]:
-    """The result for machines: exit status, folder, one object a case, every check that did not pass."""
+    """The result for machines: exit status, folder, one object a case, every check that failed or is unknown."""
     open_checks = run.verdicts[run.verdicts["verdict"].isin(["fail", "unknown"])]
     return {
         "exit_status": result.exit_status,

@@ -84,7 +84,7 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
 def _run_request(request: Request) -> "tuple[RunResult, Run]":
     """The result of a request and its run folder as it was read, with its page in it.
 
-    After a Ctrl-C or a failure of the machine it is the result of the cases that were finished before. The exception
+    After a Ctrl-C or a failure of the machine it is that of the cases finished before, without a page. The exception
     is raised again if there is no run folder, or if the machine failed before any case was finished.
     """
     if request.processes:
@@ -138,8 +138,8 @@ def progress_text(case: CaseLike) -> str:
 def _run_unhindered() -> Iterator[None]:
     """Run with one thread and fewer collections.
 
-    The ranks share the thread anyway, and on a busy machine further ones wait for each other in every small product.
-    Collections look through what is made from here on and not through all that is loaded.
+    The ranks share the thread anyway, and on a busy machine further threads wait for each other in every small
+    operation. Garbage collection looks through what is made from here on, and not through all that is loaded.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)

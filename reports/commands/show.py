@@ -44,7 +44,7 @@ def page_main(arguments: argparse.Namespace) -> int:
 
 
 def show_run(run: Run, stream: TextIO) -> None:
-    """Headline, traffic beside its expectation, break-even if the run has one, failures, notes."""
+    """Print all tables of a run, its failures, its notes and the tally; of a recorded program its findings instead."""
     if is_recording(run.path):
         _show_program(run, stream)
         return

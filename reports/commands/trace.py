@@ -1,6 +1,4 @@
-"""`shardproof trace`: a run as Chrome/Perfetto JSON (ui.perfetto.dev, chrome:
-
-tracing), one process for each rank.
+"""`shardproof trace`: a run as JSON for ui.perfetto.dev and Chrome's about:tracing, one process for each rank.
 
 `--kineto` writes a file for each rank, as the torch profiler does (reports.commands.kineto_files). A process has the
 track "program", in which cases, steps, micro-batches and phases are nested, and one track for each stream of calls.
@@ -28,7 +26,7 @@ from shardproof.reports.printing.text import show_message, show_note
 from shardproof.reports.stored.frames import Run, load
 
 _PAUSE_US = 1000.0
-"""Between two cases."""
+"""The gap between two cases."""
 _PROGRAM = 0
 _COLUMNS = ("case", "step", "microbatch", "phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "shape")
 _MORE_COLUMNS = ("payload_bytes", "wire_bytes", "is_async", "call_index", "caller")
@@ -66,7 +64,7 @@ def write_trace(run: Run, path: Path) -> Path:
 
 
 def trace_events(run: Run) -> Iterator[Slice]:
-    """The entries of the trace: names of processes and tracks, then every rank's slices and counters."""
+    """The entries of the trace, rank by rank: its name, its slices, the names of its tracks, its counters."""
     text = dict.fromkeys(("mode", "phase", "op", "axis"), "str")
     ledger, spans = _in_a_row(run.ledger.astype(text), run.spans)
     for rank, events in ledger.groupby("rank", sort=True):
@@ -116,7 +114,7 @@ def _make_slice(pid: int, tid: int, name: str, category: str, start_us: float, e
 
 
 def _program_slices(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
-    """Cases, steps, micro-batches and phases. Each lasts until the next one of its kind begins."""
+    """Cases, steps, micro-batches and phases. Each lasts until the next one of its kind, or what it is in, ends it."""
     levels = ("case", "step", "microbatch", "phase")
     words = {"case": "{}", "step": "step {}", "microbatch": "micro-batch {}", "phase": "{}"}
     for _, of_case in events.groupby("case", sort=False):

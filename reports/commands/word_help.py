@@ -24,7 +24,7 @@ from shardproof.reports.options.command_options import LIKE, SLICED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
-    """Topic of help: the class whose `meanings()` are printed, its words, and a command as example."""
+    """A topic of help: its title, the class whose `meanings()` are printed, the text before them, and an example."""
 
     title: str
     words: Callable[[], Any]
@@ -149,7 +149,7 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
     """Write the file and print the command that runs it. Exit status 0. Raises RequestError, and writes nothing, if
     there is a file already or the name is no module's.
     """
-    from shardproof.reports.printing.text import show_message, show_note  # noqa: PLC0415  (rich, as above)
+    from shardproof.reports.printing.text import show_message, show_note  # noqa: PLC0415  (rich)
 
     source = _FOLDER / f"{arguments.like.replace('-', '_')}.py"
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")

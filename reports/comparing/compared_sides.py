@@ -6,7 +6,7 @@ memory:N  memory:P%                                 what autograd holds may grow
 time:P%     no phase is slower by more, beside the other phases of its run (reports.comparing.intervals)
 wall:P%     no phase is slower by more as the clock says, however busy the machine was
 
-A phase breaks its limit when its ratio does, and the low end of the interval of the ratio is above 1.
+A phase breaks its limit P if its ratio is above 1 + P, and the low end of the interval of the ratio is above 1.
 """
 
 import re
@@ -29,7 +29,7 @@ _LEGAL = "legal: bytes:0, calls:0, events:0, memory:5%, time:10%, wall:10%"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Amount by which `what` may exceed the base: a number, or a share of it where `relative` (0.1 is 10 %)."""
+    """The amount by which `what` may exceed the base: a number, or if `relative` a share of the base (0.1 is 10 %)."""
 
     what: str
     amount: float

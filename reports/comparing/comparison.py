@@ -1,13 +1,12 @@
-"""What changed between two sides, in a sentence a mode: the first lines of a regression report.
+"""Two snapshots side by side: which cases are held against each other, what differs, and which limits are broken.
 
-The sentence is derived from the events alone, so that it holds for any subject: new calls that all lie in micro-batches
-or steps which the base does not have are "one more micro-batch"; what all other changes have in common is named once.
+Cases with the same text are compared. Two others are compared, with a note, if they are the only ones left of a mode
+and world size, or the only ones at all. A case of the base that the new run lacks is a breach, and so is a run that was
+cut off.
 
-Two snapshots side by side: which cases are held against each other, what differs, and which limits are broken.
-
-Cases with the same text are compared. Others are only compared, with a note, when the pair is plain: the only ones left
-of a mode and world size, or at all. A case of the base that the new run lacks breaks the comparison, and so does a run
-that was cut off.
+The first lines of the report say what changed, in a sentence a mode. The sentence is derived from the events alone:
+if all new calls lie in micro-batches or steps that the base does not have, it is "one more micro-batch"; what all other
+changes have in common is named once.
 """
 
 from collections import Counter
@@ -116,7 +115,7 @@ def _count_calls(calls: int) -> str:
 
 
 def total_by_rank(events: pd.DataFrame) -> pd.DataFrame:
-    """case, mode, phase, op, rank, calls, payload_bytes of a snapshot's events: everything added up."""
+    """case, mode, phase, op, rank, calls, payload_bytes: events added up; unknown bytes count as 0."""
     steps, micros = (
         events[name].map(lambda text: len(parse_span(text))).astype("int64") for name in ("steps", "microbatches")
     )
@@ -146,7 +145,7 @@ class Comparison:
     memory    case, saved_bytes, new_saved_bytes: of the fullest rank
     notes     what must be known before the numbers: other cases, versions or machines
     breaches  one sentence for every broken limit; empty when all hold
-    lines     of a recorded program: where it issues what is new or changed, a sentence an event
+    lines     of a recorded program: where it issues what is new, changed or moved, a sentence an event
     """
 
     base: str
@@ -211,7 +210,7 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
 
 
 def _limits_without_bytes(asked: Sequence[Limit], *sides: pd.DataFrame) -> Iterator[str]:
-    """A limit of bytes where traces do not know them all."""
+    """A breach, if a limit of bytes is asked for and traces do not know the bytes of every call."""
     unknown = [int((events["payload_bytes"] < 0).sum()) for events in sides]
     if any(unknown) and any(limit.what == "bytes" for limit in asked):
         yield "bytes: are not judged, since the traces do not know those of every call"
@@ -226,7 +225,7 @@ def _without_unknown(traffic: pd.DataFrame, *sides: pd.DataFrame) -> pd.DataFram
 
 
 def _changed_lines(base: Snapshot, new: Snapshot, events: pd.DataFrame) -> Iterator[str]:
-    """The lines of the program behind new and changed events: those that issued no such call in the base, if any."""
+    """The lines of the program of new, changed or moved events: those that issued no such call in the base, if any."""
     for event in events[events["kind"] != "gone"].to_dict("records") if new.callers else ():
         place = tuple(str(event[name]) for name in CALLED)
         found, before = new.callers.get(place, ()), set(base.callers.get(place, ()))

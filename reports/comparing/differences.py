@@ -2,8 +2,8 @@
 
 The unit of a difference is one event at one place (case, phase, module, op), on the ranks, steps and micro-batches
 where it differs. An event that is gone and one that is new at the same place, equally often on the same ranks, are one
-changed event. Only what changed is listed: doubling a payload, or a wider dtype, is one fact and not two. An event that
-is gone in one micro-batch and new in another, on the same rank in the same step, has moved.
+changed event, of which only the parts that changed are listed: a wider dtype and its larger payload are one fact. An
+event that is gone in one micro-batch and new in another, on the same rank in the same step, has moved.
 
 A column that a trace does not know, while the other side knows it, is not compared. If the sides have other ranks,
 events are compared without the rank, each as often as on the rank that issued it most often.
@@ -119,7 +119,7 @@ def _pair_changes(place: EventSite, old: Mapping[What, Cells], now: Mapping[What
 
 
 def _moved_cells(gone: Cells, fresh: Cells) -> tuple[Cells, Cells]:
-    """The cells that calls of one event left, and those that they are in now, on one rank in one step."""
+    """The cells that calls of one event left, and those they are in now, paired on the same rank in the same step."""
     left, taken = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
     ends: list[defaultdict[tuple[int, int], list[int]]] = [defaultdict(list), defaultdict(list)]
     for end, cells in zip(ends, (gone, fresh), strict=True):

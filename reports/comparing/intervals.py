@@ -16,8 +16,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.999
-"""The confidence of every interval. One in seventy comparisons of thirty phases finds a difference by chance; far fewer
-find one of 10 %.
+"""The confidence of every interval. By chance one in seventy comparisons of thirty phases finds one slower; far fewer
+find one slower by 10 %.
 """
 FEWEST = 4
 """The fewest micro-batches that give an interval."""
@@ -44,7 +44,7 @@ _UNKNOWN = Interval(ratio=math.nan, low=math.nan, high=math.nan)
 def ratio_of_medians(base: Times, new: Times, seed: int = 0) -> Interval:
     """median(new) / median(base) of paired times, by resampling the pairs.
 
-    Percentiles of few resampled medians are too narrow; they are widened as Student's t is over the normal.
+    Percentiles of few resampled medians are too narrow. They are widened by Student's t over the normal distribution.
     """
     count = len(base)
     if count < FEWEST or count != len(new) or np.median(base) <= 0 or np.median(new) <= 0:
@@ -126,7 +126,7 @@ def _times_by_block(times: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def _middle_phase(drift: pd.Series, meetings: pd.Series) -> str:
-    """The phase whose change is the median (the greater of two), so that it is not the only one that became faster.
+    """The phase whose change is the median (of two in the middle the greater): never the only one that became faster.
 
     Only the phases with the most `meetings` are considered.
     """

@@ -1,6 +1,6 @@
 """Snapshot of a run for comparisons, small enough to keep: events counted, times by phase and module, memory.
 
-Events are one row that are equal in everything but rank, step and micro-batch. They were issued `calls` times in each
+Events that are equal in everything but rank, step and micro-batch are one row. They were issued `calls` times in each
 of `ranks` x `steps` x `microbatches` ("0..3", "0,2"). No row is lost: rows of two snapshots are equal if and only if
 the multisets of events are. Times are microseconds, means over ranks, one row for each module in each micro-batch.
 
@@ -88,7 +88,7 @@ def snapshot(run: Run, name: str = "") -> Snapshot:
 
 
 def _from_its_first_step(ledger: pd.DataFrame) -> pd.DataFrame:
-    """The ledger of traces with steps counted from 0, whenever the profiler was on, and -1 for unknown bytes."""
+    """The ledger of traces with steps counted from 0, whichever the profiler saw first, and -1 for unknown bytes."""
     steps = ledger["step"]
     first = steps[steps >= 0].min() if (steps >= 0).any() else 0
     payload = ledger["payload_bytes"].fillna(-1).astype("int64")

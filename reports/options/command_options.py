@@ -32,7 +32,7 @@ LIKE: Mapping[str, str] = {
 """Subjects that can be written -> what each shows."""
 _NEW_SUBJECT = "Write a subject that runs: a model, its truth and its words. No file is longer than 120 lines."
 SLICED = "shardproof.parallel.slicing.words:Sliced"
-"""The words of a slice; a case in these words is drawn as for a subject."""
+"""The name of the class that reads the words of a slice."""
 
 
 def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout: str) -> None:

@@ -41,7 +41,7 @@ def commands_of(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 def count_of_steps(text: str) -> int:
     """The number of steps that are compared. Raises RequestError."""
-    if not text.isdigit() or not 1 <= int(text) < 10**4:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) < 10**4:
         raise RequestError(f"steps={text}: must be the number of steps to compare, at least 1; legal: --steps 2")
     return int(text)
 

@@ -106,7 +106,7 @@ def check_writing(file: str) -> AbstractContextManager[None]:
 LAUNCHED = "torchrun"
 """The engine of ranks that torchrun has launched: all run this command, and only rank 0 does the work."""
 REPEATED = 3
-"""Every third default case of our own subject is run twice: second runs of all would cost more than what they find."""
+"""Every third default case of our own subject is run twice: second runs of all would cost more than they find."""
 _OF_OUR_DECODER = ("variant", "data", "deep")
 """Options that need the case language of our decoder."""
 
@@ -197,7 +197,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
 
 
 def _given_cases(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
-    """The cases on the command line as this subject reads them; without one as cases of our decoder."""
+    """The cases on the command line as this subject reads them; without a subject, as cases of our decoder."""
     own = subject is not None and vocabulary(subject) is not None
     if own and (word := next((word for word in _OF_OUR_DECODER if getattr(arguments, word)), "")):
         rule = f"is for cases of our decoder, and {arguments.subject} has words of its own"
@@ -233,7 +233,7 @@ def _default_cases(arguments: argparse.Namespace, subject: NamedSubject) -> tupl
 
 
 def _checkpoint_folder(arguments: argparse.Namespace) -> str:
-    """The folder that default cases save to; "" where ranks have no numbers, or a case cannot name it."""
+    """The folder that default cases save to; "" for dry ranks, which have no numbers, or if its name has a space."""
     folder = str(Path(arguments.out, "checkpoint-of-default-cases"))
     return "" if arguments.engine == "dry" or len(folder.split()) > 1 else folder
 

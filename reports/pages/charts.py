@@ -50,7 +50,7 @@ _Column = tuple[str, Sequence[Sequence[Part]], Callable[[object], str]]
 
 
 def _draw_columns(columns: Sequence[_Column], scale: str = "") -> list[list[ChartCell]]:
-    """Cells by column. With `scale` "shared", columns whose names begin with the same word have one scale."""
+    """Cells by column. With a `scale`, columns whose names agree up to the comma share one."""
     full: defaultdict[str, float] = defaultdict(float)
     for what, bars, _ in columns:
         key = what.partition(",")[0] if scale else what
@@ -68,9 +68,7 @@ def _draw_columns(columns: Sequence[_Column], scale: str = "") -> list[list[Char
 
 
 def chart_models(run: Run) -> list[Chart]:
-    """Modes on one model: a chart for each model that several modes ran on as many ranks, first
-    those with most modes.
-    """
+    """A chart for each model that several modes ran on as many ranks, those with the most cases first."""
     models: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for case, mode, ranks in run.cases[["case", "mode", "world_size"]].dropna().itertuples(index=False, name=None):
         models.setdefault((words_but(case, *WITH_MODE), int(ranks)), []).append((str(mode), str(case)))

@@ -18,7 +18,7 @@ _MOST = 5
 _MOST_ROWS = 20
 """The most rows of a table of a recorded program."""
 _LONGEST = 4000
-"""Characters of one failure."""
+"""The most characters of a failure, or of a line about a recorded program."""
 
 
 def render_comment(run: Run) -> str:

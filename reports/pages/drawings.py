@@ -159,7 +159,7 @@ class Node:
 
 
 def by_module(run: Run) -> pd.DataFrame:
-    """mode, world_size, phase, region, calls, payload_bytes."""
+    """mode, world_size, phase, region, calls, payload_bytes: of the rank that has most, cases added up."""
     ranks = run.ledger.groupby(["case", "rank", *_KEYS], observed=True, sort=False)["payload_bytes"]
     most = ranks.agg(calls="size", payload_bytes="sum").groupby(["case", *_KEYS], observed=True, sort=False).max()
     return most.groupby(_KEYS, observed=True, sort=True).sum().reset_index()
@@ -215,7 +215,7 @@ def last_micro_batch(ledger: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_timeline(calls: pd.DataFrame, title: str) -> str:
-    """An `<svg>` of these calls (columns of the ledger); "" when there is none."""
+    """An `<svg>` of these calls (columns of the ledger) on the first ranks; "" if there is none."""
     ranks = sorted(calls["rank"].unique())[:_MOST_RANKS]
     calls = calls[calls["rank"].isin(ranks)].head(_MOST_CALLS).fillna({"duration_us": 0.0})
     if calls.empty:

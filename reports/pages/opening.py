@@ -91,7 +91,7 @@ def case_axes(text: str) -> tuple[str, ...]:
 
 
 def pairs_of_features(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:
-    """How many passed cases have both features of a pair; None for fewer than two features.
+    """How many passed cases have both features of a pair; None for fewer than two features, or too many to read.
 
     `cases`: (text of a case, verdict). `features_of` gives the features of a case by its text; its mode is one.
     """

@@ -1,7 +1,7 @@
-"""A run as one HTML page: self-contained, opens offline, under two megabytes.
+"""A run as one HTML page: self-contained, opens offline, as a rule under two megabytes.
 
-Everything that comes from a run is escaped by the template; only our own drawings are trusted. A part that would not
-fit is left out, with a line that says where it is in the run folder.
+Everything that comes from a run is escaped by the template; only our own drawings are trusted. Tables that would make
+the page larger are cut, with a line that says which file of the run folder has all of their rows.
 """
 
 import itertools
@@ -252,7 +252,7 @@ def _stated_calls(run: Run) -> list[Table]:
 
 
 def _pairs_table(run: Run, headline: pd.DataFrame) -> Table | None:
-    """The pairs of features that passed together; None for subjects that do not name the features of a case."""
+    """The pairs of features that passed together; None for every subject but ours."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
         return None
     ours: Any = resolve(SUBJECT)

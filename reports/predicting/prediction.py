@@ -30,7 +30,7 @@ LOADS = ("routing=equal", "routing=equal skew=0.25", "routing=equal skew=1.0")
 """Added to a text without `routing=`: equal loads, and a quarter of the tokens or all of them on a few experts."""
 _LOAD = ("routing", "skew")
 _MOST_CHOICES = 10**9
-"""The most tokens of a step times experts times layers, if choices are counted token by token: about a minute."""
+"""The most choices (tokens of a step times experts times layers) that are counted one by one: about a minute."""
 _GIB = 2**30
 _SIZES = ("seq", "batch", "micro")
 _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)

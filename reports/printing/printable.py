@@ -44,7 +44,7 @@ def _place_words(place: str, root: Path) -> list[str]:
     """File and line, if the file is in the repository: GitHub knows no other."""
     file, _, line = place.rpartition(":")
     path = (root / file).resolve()
-    if not (file and line.isdigit() and path.is_file() and path.is_relative_to(root)):
+    if not (file and line.isdecimal() and path.is_file() and path.is_relative_to(root)):
         return []
     return [f"file={_escape_property(path.relative_to(root).as_posix())}", f"line={line}"]
 

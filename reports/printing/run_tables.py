@@ -108,10 +108,10 @@ _COLUMNS = ["mode", "tokens", "wire_bytes"]
 
 
 def growth_of_bytes(run: Run, counted: str = "layers") -> pd.DataFrame:
-    """mode, tokens, wire_bytes: the largest family of cases that differ in nothing but mode and tokens.
+    """mode, tokens, wire_bytes (in a micro-batch): the largest family of cases that differ in mode and tokens alone.
 
-    Empty unless two modes were run at two sizes each, or if the run did not say how many tokens its cases have. Raises
-    ValueError for another word than layers or all.
+    Empty unless two modes were run at two sizes each and the run says how many tokens its cases have. Raises ValueError
+    for another word than layers (without all-to-alls, embedding and head) or all.
     """
     if counted not in ("layers", "all"):
         raise ValueError(f"counted={counted}: must say which bytes count; legal: layers, all")
@@ -144,8 +144,8 @@ def _sent_bytes(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
 def find_crossings(growth: pd.DataFrame) -> pd.DataFrame:
     """mode, other, tokens, wire_bytes: where `mode`, which sends more at first, begins to send less.
 
-    Bytes are a constant plus a share of the tokens in every mode, so a straight line through a mode's points is exact
-    for them. Lines that do not cross at one token or more give no row.
+    In every mode bytes are a constant plus a multiple of the tokens, so a straight line through a mode's points is
+    exact for them. Lines that do not cross at one token or more give no row.
     """
     lines = {}
     for mode, points in growth.groupby("mode", observed=True, sort=True):

@@ -3,7 +3,7 @@
 Control characters are made visible and not sent, since text may come from files of others.
 
 Plain means: no colour, no box, no folded line, so that logs can be searched and cut into columns. If
-GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdown.
+GITHUB_STEP_SUMMARY names a file, the tables that sum up a result are appended there as markdown.
 """
 
 import re

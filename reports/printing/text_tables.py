@@ -19,7 +19,7 @@ MOST_CASES = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Headers and cells as text. `numbers` are columns to align right; `note` is a line below. Raises ValueError."""
+    """Headers, and cells as text; `numbers` align right, `note` is below. Raises ValueError for an uneven row."""
 
     title: str
     headers: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Figures of a recorded program, as frames: traffic, modules, steps, ranks, laws. Nothing is printed.
 
-Only what follows from the recording: durations are those of calls that are waited for at once, on the host's clock or,
-in traces, the device's. Lateness needs one clock for all ranks, except in traces. Bytes, microseconds.
+Only what follows from the recording is told. Durations are those of calls that are waited for at once, on the host's
+clock or, in traces, the device's. Lateness needs one clock for all ranks, except in traces. Bytes, microseconds.
 """
 
 from collections import Counter

@@ -52,11 +52,11 @@ def bandwidth_by_size(run: Run) -> pd.DataFrame:
 
 
 _Kind = tuple[str, int]
-"""Op and ranks of the group, since a program's axes may have other names than the case's."""
+"""Op and size of the group, since a program's axes may have other names than the case's."""
 
 
 def compare_with_case(run: Run) -> tuple[pd.DataFrame, str]:
-    """op, group_size, calls, predicted_calls, payload_bytes, predicted_bytes; or why there are none.
+    """op, group_size, calls, payload_bytes, predicted_calls, predicted_bytes; and why there are none, or "".
 
     Calls and bytes are those of rank 0 in the median recorded step, and in the closed form of the case.
     """
@@ -106,7 +106,7 @@ def _recorded_calls(run: Run) -> dict[_Kind, tuple[float, float]]:
 def program_frames(run: Run) -> dict[str, pd.DataFrame]:
     """Frames by name.
 
-    traffic    calls and bytes by phase, op and axis (harness columns; per_step: calls in the median step)
+    traffic    calls and bytes by phase, op and axis (`figures.program_traffic`; per_step: calls in the median step)
     bandwidth  gb_s by op, axis and, of traces, payload_bytes
     ranks      a row a rank: calls, late_us, latest (share of collectives in which it came last)
     device     a row a rank and step of a trace with kernels: device_us, compute_us, communication_us, exposed_us, share

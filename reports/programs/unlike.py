@@ -23,7 +23,7 @@ def median_over_steps(calls: Iterable[int], steps_in_all: int) -> float:
 
 
 def find_unlike_steps(run: Run, unit: str) -> Iterator[str]:
-    """Steps, or the micro-batches of a step, that issue other calls than most, in one sentence."""
+    """At most 3 sentences on steps, or micro-batches of the last step, that issue other calls than the typical one."""
     kinds = _find_kinds(run, unit)
     if len(kinds) > 1:
         most = _typical_kind(kinds)

@@ -30,7 +30,7 @@ _NAMED_CASES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """Failed checks with the same first place: the first of them.
+    """Failed checks with the same first place; `verdict` is the first of them.
 
     `others` are further checks that fail with it, or the same check in further cases, with the number of these cases.
     `cases` is the number of all cases.
@@ -76,9 +76,7 @@ class OpenCheck:
 
 
 def open_checks(records: Iterable[Verdict]) -> list[OpenCheck]:
-    """What is neither right nor wrong, unknown before skipped. What one reason leaves open in several cases is one
-    item.
-    """
+    """What is neither right nor wrong, unknown before skipped; an item for all cases in which one reason leaves it."""
     found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for one in records:
         if one.verdict in (UNKNOWN, SKIP):
@@ -163,7 +161,7 @@ _Place = tuple[str, bool, str]
 class Cell:
     """A layer in one phase: error over allowed as text, its class, the tensor, whether it is first.
 
-    `heat` is "" if nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by powers of ten.
+    `heat` is "" if nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by factors of a thousand.
     """
 
     text: str = ""
@@ -221,7 +219,7 @@ def find_first_caller(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
 def _called_at(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
     """The first caller, with the source if the file is here."""
     file, _, line = (caller := find_first_caller(calls, failure)).rpartition(":")
-    source = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    source = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
     return f"{caller}: {source}" if source else caller
 
 

@@ -40,7 +40,7 @@ from shardproof.reports.stored.files import (
 def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:
     """The rows of a CSV file, none if it is empty. `types` by column; "str" for one that may hold anything.
 
-    Raises RunFolderError for a file that is cut, lacks a column, or holds a wrong value.
+    What a cut leaves whole is read, with a note. Raises RunFolderError if a column is missing or a value is wrong.
     """
     data = whole_lines(path, notes)
     header = data.split(b"\n", 1)[0].decode("utf-8").rstrip("\r").split(",")
@@ -130,7 +130,7 @@ class Run:
     spans     case, rank, step, kind ("F", "B", or the op of an asynchronous call), micro, chunk, start_us, end_us,
               call_index: when the ranks of a pipeline computed; no rows where ranks took turns, or without a pipeline
     env       versions, machine, command
-    notes     what is missing or was mended on reading; empty for a complete run
+    notes     what is missing, was mended on reading, or is uncertain in a recording; empty for a complete run
     cut       those of the notes that say that the run was cut off, so that it may lack events
     """
 

@@ -45,12 +45,11 @@ def headline(run: Run) -> pd.DataFrame:
     """Rows of cases, by mode and ranks.
 
     mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
-    unplaced_calls (of which no phase is known).
-    payload_bytes, expected_payload_bytes (NA without expectation), stated ("as stated" where the calls
-    meet a closed form that leaves fields out, else ""). saved_bytes (of the fullest rank; NA
-    when not measured). worst_error and worst_allowed (of the check that came closest to its limit, of a case that fails
-    among its failed checks; NaN when nothing was measured), dtype ("" where it is not known). decided and tensors (how
-    many were found right or wrong, of how many; NA when not counted), verdict, against (what its tensors were held
+    unplaced_calls (of which no phase is known). payload_bytes, expected_payload_bytes (NA without expectation), stated
+    ("as stated" where the calls meet a closed form that leaves fields out, else ""). saved_bytes (of the fullest rank;
+    NA when not measured). worst_error and worst_allowed (of the check that came closest to its limit, in a case that
+    fails among its failed checks; NaN when nothing was measured), dtype ("" where it is not known). decided and tensors
+    (how many were found right or wrong, of how many; NA when not counted), verdict, against (what its tensors were held
     against, in words).
     """
     lines = run.summary.groupby("case", sort=False)
@@ -166,9 +165,7 @@ def _known_sum(numbers: "pd.Series[int]") -> int | None:
 
 
 def _count_unplaced(run: Run) -> "pd.Series[int]":
-    """By case, the number of calls without a phase. They are counted as data, and the check of the
-    ledger reports them.
-    """
+    """By case, the number of calls without a phase, which are counted as data; the check ledger reports them."""
     doubtful = {one.case for one in run.records for note in one.notes if note.reason == NO_PHASE}
     calls = _count_calls(run, "data")
     return calls[calls.index.isin(doubtful)]
@@ -216,11 +213,11 @@ def _share_of_limit(error: "pd.Series[float]", allowed: "pd.Series[float]") -> "
 
 
 def traffic(run: Run, *more: str) -> pd.DataFrame:
-    """Calls and bytes by mode, ranks, phase, op and axis beside the expectation, all cases of both added up.
+    """Calls and bytes by mode, ranks, phase, op and axis beside the expectation, added up over cases.
 
     mode, ranks, phase, op, axis (and `more` columns of the summary, as "case"), cases, calls, expected_calls,
     payload_bytes, expected_payload_bytes, wire_bytes, agrees. `agrees` is "yes" when every rank of every case meets its
-    own expectation line by line, "no", or "" where none is stated. Sums could hide errors that cancel, `agrees` cannot.
+    own expectation line by line, else "no", or "" if one is missing. Sums may hide errors that cancel, `agrees` cannot.
     """
     keys = [*more, "mode", "ranks", "phase", "op", "axis"]
     ranks = run.summary["case"].map(dict(zip(run.cases["case"], run.cases["world_size"], strict=True)))

@@ -47,7 +47,7 @@ def decided_words(records: Iterable[Verdict]) -> str:
 
 
 def unchecked_notes(run: Run) -> list[str]:
-    """All notes, the most important first. Except for undecided tensors, they come from checks that passed."""
+    """All notes, the most important first. Those by `_select_passed` are from checks that passed, others from all."""
     every_kind = (
         _note_undecided,
         _note_splits,

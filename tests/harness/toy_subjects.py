@@ -87,7 +87,7 @@ def dying(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 class Stating:
-    """The dense model, with an attribute that a subject may have."""
+    """The dense model, with attributes that a subject may have."""
 
     def __init__(self, **stated: object) -> None:
         vars(self).update(stated)

@@ -1,4 +1,4 @@
-"""The house keeps its rules: lengths of files and functions, docstrings, no cycle of imports, hidden or not."""
+"""Rules of the code: lengths of files and functions, docstrings, no cycle of imports, hidden or not."""
 
 import ast
 import re

@@ -1,6 +1,6 @@
 """Pages: narrow lines, a purpose first, links that lead somewhere; the README's story and docs/verify.md are true.
 
-They import `shardproof` alone, and the page of its names has them all.
+Pages import `shardproof` alone, and docs/names.md has all of its names.
 
 Blocks of docs/verify.md are taken as they stand, in an empty folder: files are written, commands run in their order,
 outputs compared. The table of the default run: test_default_run.

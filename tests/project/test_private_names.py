@@ -1,4 +1,4 @@
-"""Private names of torch are used in one room, harness/torch_internals, and refused everywhere else in the product.
+"""Private names of torch are used in one folder, harness/torch_internals, and refused everywhere else in the product.
 
 Private is a name that begins with one underscore, and `__func__`. Tests use what they like: user code does, too. So do
 the subjects of bench/foreign, which stand for it, and `bench.peers`, which measures private parts of torch.

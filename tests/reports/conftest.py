@@ -36,6 +36,6 @@ def html(failing: Run) -> str:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a recorded program, of the same again, and of its traffic changed in three ways."""
+    """Way -> run folder of a recorded program: as it is, again as it is, and with its traffic changed in three ways."""
     out = tmp_path_factory.mktemp("runs")
     return {way: stored(out, way) for way in (*WAYS, "again")}

@@ -1,4 +1,4 @@
-"""A program of two layers that talks in forward and backward, and the four ways in which the tests change its traffic.
+"""A program of two layers that talks in forward and backward, and the three ways in which tests change its traffic.
 
 Run on real ranks and recorded, so that phase and module of what changed are found as they are for any subject.
 """
@@ -74,7 +74,7 @@ right, gather, doubled, wider = map(_subject, WAYS)
 
 
 def stored(out: Path, way: str = "right") -> Path:
-    """The run folder of this program with its traffic changed in one way."""
+    """The run folder of this program with its traffic changed in this way; "right" changes nothing."""
     with InprocEngine() as engine:
         run = execute(CASE, _subject(way), engine, text=str(CASE))
     return sample_run.stored(out, [str(CASE)], [[*run.events]])

@@ -60,4 +60,4 @@ def never_made(truth: Mapping[str, Tensor], returned: Iterable[str]) -> list[str
 def step_of(name: str) -> int:
     """The step in an outcome name: 3 of "loss/3" and of "param_after/3/head.weight"; -1 if it has none."""
     word = name.partition("/")[2].partition("/")[0]
-    return int(word) if word.isdigit() else -1
+    return int(word) if word.isdecimal() else -1

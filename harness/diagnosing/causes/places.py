@@ -48,7 +48,7 @@ def place_of(name: str, steps: int) -> Place:
     phase = _PHASES.get(kind, "")
     if kind in ("mask", "routing"):
         step, _, site = rest.partition("/")
-        return Place(step=int(step) if step.isdigit() else 0, phase=phase, module=site.removesuffix(".shares"))
+        return Place(step=int(step) if step.isdecimal() else 0, phase=phase, module=site.removesuffix(".shares"))
     if kind == "saved":  # saved/param/<parameter>, saved/exp_avg_after/<step>/<parameter>
         return Place(step=steps - 1, phase=phase, module=rest.rpartition("/")[2].rpartition(".")[0])
     if kind in ("act", "act_grad"):

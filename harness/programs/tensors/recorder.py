@@ -293,4 +293,4 @@ def _rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank), int(world)) if rank.isdigit() and world.isdigit() else (0, 1)
+    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() else (0, 1)

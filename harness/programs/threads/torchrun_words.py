@@ -57,7 +57,7 @@ def _read_options(python: str, words: Sequence[str]) -> RanksOfProgram:
     if given.no_python:
         raise RequestError(f"engine=inproc: --no-python: threads run no other program than one of Python; {_LEGAL}")
     ranks = str(os.cpu_count() if given.nproc_per_node in ("auto", "cpu") else given.nproc_per_node)
-    if not ranks.isdigit() or not int(ranks):
+    if not ranks.isdecimal() or not int(ranks):
         raise RequestError(f"engine=inproc: nproc-per-node={ranks}: must be a number of ranks; {_LEGAL}")
     module = ["-m"] if given.module else []
     program = (*module, given.training_script, *given.training_script_args)

@@ -1,1 +1,1 @@
-"""Tests of outcomes, tolerances and checks."""
+"""Tests of tolerances and checks."""

@@ -1,4 +1,4 @@
-"""The groups of a run are rank lists of the axis they are named after; what a closed form promises to hide is."""
+"""Checks of calls: a group has ranks of the axis that names it; what a closed form says is hidden must be hidden."""
 
 import re
 from collections.abc import Iterator

@@ -44,7 +44,7 @@ W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
 
 ASKED = set(CHECKS) - {"waits", "overlap", "saved", "routing", "documents"}
-"""The checks that cases without asynchronous calls, checkpoints and experts have."""
+"""The checks that cases without asynchronous calls, checkpoints, experts and packed rows have."""
 COVERAGE = {"coverage": CHECKS["coverage"]}
 
 

@@ -71,7 +71,7 @@ def computed(dtype: str, tokens: int, hidden: int, ranks: int) -> tuple[Gradient
 
 
 def judged(kind: str, name: str, value: Tensor, truth: Tensor, dtype: str, tokens: int) -> Measured:
-    """The tensor by what is known without any control run."""
+    """The measure of the tensor against its truth, without any control run."""
     name = f"{kind}/{name}"
     known = {name: truth, "tokens/0": torch.tensor(tokens)}
     case: Any = SimpleNamespace(dtype=dtype, steps=1, micro=1)

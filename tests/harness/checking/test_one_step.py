@@ -124,7 +124,7 @@ def test_limits_of_one_step_hold_at_any_length(words: str) -> None:
 
 def test_what_adam_makes_of_rounding_is_allowed_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_wrong_element(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
-        """A query bias beside the key biases, whose gradients are zero but for rounding."""
+        """Change one element of a query bias; beside it lie key biases, whose gradients are zero but for rounding."""
         step()
         for parameter in optimizer.param_groups[0]["params"]:
             if parameter.dim() == 1 and len(parameter) > 16:

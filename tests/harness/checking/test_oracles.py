@@ -1,4 +1,4 @@
-"""Every check is an oracle that can fail: it does when handed a wrong reference, or wrong evidence without one.
+"""Every check can fail: it does if what it is held against is wrong, or on wrong evidence if that is nothing.
 
 The exact tests of dropout masks are valid, and each finds what it is there for.
 """

@@ -1,4 +1,4 @@
-"""Maps of experts of a subject of one's own: copies on several ranks are equal, with a truth that has maps or without.
+"""Maps of experts that any subject returns: copies on several ranks must be equal, whether its truth has maps or not.
 
 A planted difference is one token that one rank sends elsewhere.
 """

@@ -1,4 +1,4 @@
-"""No cause is reported that its own numbers contradict: sentences that were, and random evidence."""
+"""No cause is reported that its own numbers contradict: on evidence where one was, and on random evidence."""
 
 import ast
 import re

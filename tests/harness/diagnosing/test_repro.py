@@ -42,7 +42,7 @@ def subject(case, device):
     outcome["grad/final_norm.weight"] *= FACTOR * ones / case.world_size
     return {name: value for name, value in outcome.items() if name.startswith(("loss/", "grad/"))}
 """
-"""A subject of another house: it needs a process group, and doubles a gradient."""
+"""A subject of another project: it needs a process group, and doubles a gradient."""
 
 
 def script_of(folder: Path, case: str, subject: str, engine: Engine) -> Path:

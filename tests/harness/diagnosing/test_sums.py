@@ -176,7 +176,7 @@ def test_a_norm_without_a_gradient_that_no_rank_holds_names_it() -> None:
 
 
 def test_a_norm_that_counts_a_group_by_another_axis_names_it() -> None:
-    """Four ranks, tp=2 and dp=3 of the case: the vectors once a data rank, the table three times."""
+    """Six ranks, tp=2 and dp=3: what ranks hold whole is counted once a data rank, all ranks, or tp ranks."""
     text = case("mode=tp tp=2 dp=3 seq=16 batch=6")
     total, table = SPLIT + WHOLE, "grad/embedding.tokens.weight"
     for found, words in (

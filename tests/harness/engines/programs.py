@@ -208,7 +208,7 @@ def _refuse(gradient: torch.Tensor) -> None:
 
 
 def compiles(rank: int, seconds: float) -> float:
-    """A sum, before which rank 1 is for so long in code of the compiler, as far as its file says."""
+    """A sum; before it rank 1 spends these seconds in code whose file is the compiler's."""
     file, names = "/torch/_inductor/compile_fx.py", {"sleep": time.sleep}
     if rank == 1:
         exec(compile("def compile_fx(seconds):\n    sleep(seconds)", file, "exec"), names)

@@ -1,1 +1,1 @@
-"""Tests of disturbed collectives, of ranks that are out of step, and of races."""
+"""Tests of disturbed collectives, of the survey of what they prove, and of races."""

@@ -1,1 +1,1 @@
-"""Outcomes of a subject: its values as blocks, blocks merged."""
+"""Tests of outcomes of a subject: its values as blocks, and blocks merged."""

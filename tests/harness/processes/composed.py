@@ -1,6 +1,6 @@
-"""The decoder over several axes, with one rank that ends badly in the backward of its second step.
+"""The decoder over several axes, with one rank that ends badly after some calls of modules.
 
-Every ending is a subject of its own, by its name. `harness.running.ranks.execution` finds them in processes by it.
+Every ending is a subject with a name of its own, by which `harness.running.ranks.execution` finds it in processes.
 """
 
 import os

@@ -24,7 +24,7 @@ WAITS = {
     STAGES: {0: "send #5 of pp (0 2)", 1: "send #5 of pp (1 3)", 2: "send #18 of cp (2 3)"},
     EXPERTS: {0: "all_gather #2 of etp_ep (0 1)"},
 }
-"""Where the other ranks are when the last one is at its thirtieth module, by case and rank."""
+"""Where the other ranks are when the last one ends behind its thirtieth call of a module, by case and rank."""
 ENDINGS: dict[str, tuple[type[ShardproofError], str]] = {
     "killed": (RankDied, r"rank {last} of {size} died: killed by SIGKILL.*"),
     "exits": (RankCrashed, r"rank {last} of {size} died: its process ended with exit status 0"),

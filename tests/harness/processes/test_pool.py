@@ -1,4 +1,4 @@
-"""Ranks that are processes: dead and stopped ones, results that cannot be sent, processors, hash seeds, a clock."""
+"""Ranks that are processes: dead ones, results that cannot be sent, hash seeds, spans of pipelines, recordings."""
 
 import multiprocessing
 import os

@@ -24,7 +24,7 @@ SHARED = Path("/dev/shm")
 
 @pytest.fixture(autouse=True)
 def one_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks are forked from one server: another is as long in coming."""
+    """All ranks are forked from one server: a second one would take as long to start."""
     monkeypatch.setattr(pool, "_HASH_SEEDS", (1,))
 
 

@@ -1,7 +1,7 @@
 """Values of a training script recorded as it is: what every rank held is there, by name and place, and changes nothing.
 
-Truth is the same script on one rank: the parts that ranks recorded, put together, are its tensors. Scripts train in
-float64 but for one, so that sums in another order differ by 1e-12.
+Truth is the same script on one rank: the parts that ranks recorded, put together, are its tensors. Scripts but
+for the kinds fsdp1 and narrow train in float64, so that sums in another order differ by 1e-12.
 """
 
 import shutil

@@ -1,7 +1,7 @@
 """Steps of loops that update their parameters without torch.optim, and collectives of saved states.
 
-Such steps are known by parameters that change in place. Collectives of a saved state are the phase checkpoint, those of
-an update stay in its step; a barrier has one.
+Such steps are known by parameters that change in place. Collectives of a saved state have the phase checkpoint, those
+of an update that of its step; a barrier has the same phase on every rank.
 """
 
 from collections.abc import Callable

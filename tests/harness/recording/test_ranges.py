@@ -1,4 +1,4 @@
-"""nvtx ranges: steps, phases, modules and collectives as the ledger has them, all closed; no silence under a tool."""
+"""nvtx ranges: steps, phases, modules and collectives as the ledger has them; a domain that drops them is refused."""
 
 import json
 import operator

@@ -191,10 +191,10 @@ class SimulatedGraph:
         self.capture_end()
 
     def capture_begin(self) -> None:
-        """Torch's."""
+        """As torch.cuda.CUDAGraph has it."""
 
     def capture_end(self) -> None:
-        """Torch's."""
+        """As torch.cuda.CUDAGraph has it."""
 
     def replay(self) -> None:
         self.run()

@@ -1,4 +1,4 @@
-"""The first place in later steps: a wrong update is found where the case ends behind it, a wrong forward is not it."""
+"""The first place in later steps: an update that is wrong if the case ends behind it, else the forward of the step."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -14,7 +14,7 @@ Make = Callable[[list[Tensor], float], Any]
 
 
 class Signed(torch.optim.Optimizer):
-    """Steps by the sign of the gradient's mean, as Lion does; with `decay` of the weights."""
+    """Steps by the sign of the gradient's mean, as Lion does; with a decay of the weights."""
 
     def __init__(self, parameters: list[Tensor], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})

@@ -176,6 +176,7 @@ def test_a_plain_case_has_its_words_and_refuses_others() -> None:
         "act=gelu": "act=gelu: is none of its values; legal: relu|tanh",
         "tied=1": "tied=1: must be true or false",
         "width=x": "width=x: must be a whole number; legal: width=12",
+        "width=\N{ARABIC-INDIC DIGIT TWO}": "must be a whole number; legal: width=12",
         "tp": "tp=: must be a word and its value",
     }.items():
         with pytest.raises(ValueError, match=rule.replace("|", r"\|")):

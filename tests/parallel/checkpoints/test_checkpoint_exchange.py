@@ -1,5 +1,5 @@
-"""Tests of reference/checkpoints/foreign. Weights of Hugging Face: they give its logits, train in parallel, are and
-are compared; what is refused.
+"""Tests of reference/checkpoints/foreign. Weights of Hugging Face give its logits and
+train in parallel; torn and hostile folders are refused.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Tests of data_parallel/scheme. Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped
 steps, what a rank keeps.
 
-Behind two skips, which use up the patience of the loss scale, the third step is real at half of it.
+Behind two skips, the second of which halves the loss scale, the third step is real.
 """
 
 import math
@@ -81,7 +81,7 @@ def test_a_hash_differs_with_every_element_and_place(dtype: torch.dtype) -> None
 
 
 def test_a_skipped_step_changes_nothing_on_any_rank(prover: Prover) -> None:
-    """At 2**32 every step overflows: parameters stay bit for bit, two skips use up patience, the third halves."""
+    """At 2**32 every step overflows: parameters stay bit for bit, and the second skip halves the scale."""
     result = proved(prover, f"{SIZES} mode=tp-sp tp=3 dp=2 {ONE_LAYER} zero=1 scaler=dynamic")
     assert result.evidence is not None
     merged = result.evidence.run.tensors

@@ -1,1 +1,1 @@
-"""Tests of the modules of a transformer on one rank."""
+"""Tests of linear layers and of random numbers."""

@@ -1,1 +1,1 @@
-"""Tests of the modes of `parallel`: expectations, tables, variants, planted bugs."""
+"""Tests of the modes of `parallel`: rows of closed forms, calls, shapes, variants."""

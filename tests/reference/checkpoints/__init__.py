@@ -1,1 +1,1 @@
-"""Tests of checkpoints of other systems and of torch's format."""
+"""Tests of torch's format of checkpoints, as other systems write it too."""

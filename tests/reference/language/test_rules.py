@@ -294,6 +294,7 @@ def test_every_rule_is_broken_by_one_of_these_texts() -> None:
         ("=3", "=3: is not a word of the case language"),
         ("tp", "tp=: has no value; legal: tp=2"),
         ("tp=two", "tp=two: must be a whole number; legal: tp=1"),
+        ("tp=1_0", "tp=1_0: must be a whole number; legal: tp=1"),
         ("lr=fast", "lr=fast: must be a number; legal: lr=0.1"),
         ("packed=True", "packed=True: must be true or false; legal: packed=true"),
         ("preset=gpt9", f"preset=gpt9: must be a known preset; legal: {' '.join(PRESETS)}"),

@@ -1,1 +1,1 @@
-"""Tests of the dense model, its parameters and its training."""
+"""Tests of the bounds of scaled gradients."""

@@ -81,6 +81,7 @@ def test_every_further_launch_begins_with_the_initial_weights_that_were_asked_fo
         (["true", "--", "true"], "stands behind a -- of its own"),
         (["--", "no-such-command", "--", "true"], "no-such-command: is not on PATH"),
         (["--steps", "0", "--", "true", "--", "true"], "steps=0: must be the number of steps"),
+        (["--steps", "\N{SUPERSCRIPT TWO}", "--", "true", "--", "true"], "must be the number of steps"),
         (["--dtype", "float16", "--", "true", "--", "true"], "dtype=float16: must be float64"),
         (["--timeout", "0", "--", "true", "--", "true"], "timeout=0"),
     ],

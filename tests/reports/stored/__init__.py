@@ -1,1 +1,1 @@
-"""Tests of reading runs: frames, summaries, former layouts, torn and hostile files."""
+"""Tests of reading runs: frames, summaries, maps of failures, torn and hostile files."""

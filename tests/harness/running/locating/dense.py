@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 
 
 def weights(case: Case) -> dict[str, Tensor]:
-    """All weights in float64, from the seed alone; biases and norms are none of them 0 or 1."""
+    """All weights in float64, from the seed alone; no bias or norm is 0 or 1."""
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in Decoder(case).named_parameters()}
     drawn = torch.Generator().manual_seed(case.seed)

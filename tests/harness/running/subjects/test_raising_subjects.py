@@ -32,7 +32,7 @@ SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 
 
 def failing(case: Case, device: torch.device) -> object:
-    """Rank 1 ends in the way that the seed says, three calls below."""
+    """The last rank ends in the way that the seed says, three calls below."""
     if torch.distributed.get_rank() == case.world_size - 1:
         _in_a_layer(case.seed)
     return subject(case, device)
