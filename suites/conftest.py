@@ -89,9 +89,7 @@ def _modes(config: pytest.Config) -> Sequence[str]:
 
 
 def _collectives(config: pytest.Config) -> list[Collective]:
-    """Collectives that --faults disturbs; if there is nothing to disturb, one for each mode, whose test is deselected
-    or skipped.
-    """
+    """Collectives that --faults disturbs; else an empty one for each mode, whose test is deselected or skipped."""
     modes = _modes(config)
     if not option_value(config, "faults") or option_value(config, "engine") != "inproc":
         return [Collective(mode=mode) for mode in modes]

@@ -243,9 +243,7 @@ def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: in
 
 
 def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
-    """The life of a process of the matrix: it sends the rows of each plan that it gets, or the
-    error that ended them.
-    """
+    """The loop of a process of the matrix: it answers each plan with its rows, or with the error that ended it."""
     use_one_thread()
     with engine_named("inproc") as engine:
         while True:
@@ -314,9 +312,7 @@ def _of_mode(
 
 
 _TRIES = 4
-"""The number of cases that are searched for a wrong tensor: the smallest two that are drawn of each
-mode, up to this.
-"""
+"""The most cases that are searched for a wrong tensor: the two smallest that are drawn of each mode."""
 
 
 def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:

@@ -152,9 +152,7 @@ _OWN = "slice_tokens // tp"
 
 
 def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
-    """The calls of the case's layers with experts. Those of shared experts are left out: they are
-    linears like others.
-    """
+    """The calls of the case's layers with experts, without those of shared experts, which are plain linears."""
     router = case.dtype if case.router_dtype == "model" else case.router_dtype
     dispatched = _gather_rows(router) if case.dispatcher == "allgather" else _exchange_rows(router)
     return (

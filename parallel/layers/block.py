@@ -1,8 +1,8 @@
 """The parts of a transformer block that send nothing: norms and the feed-forward MLP.
 
 Norms are over the last dim, with statistics in at least float32, and their parameters are whole on every rank. Under a
-mode that splits the sequence (or, for q/k norms, the heads) each rank sees some rows only, so that the gradients are
-partial sums. The MLP is column linears up, an activation and a row linear down.
+mode that splits the sequence (or, for q/k norms, the heads) each rank sees only some rows, so its gradients are partial
+sums. The MLP is column linears up, an activation and a row linear down.
 
 Sources: arXiv:1607.06450, arXiv:1910.07467 (norms); arXiv:2002.05202 (SwiGLU: silu(w1 x) * w3 x), GPT-2's tanh
 approximation of GELU.

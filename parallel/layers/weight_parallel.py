@@ -24,7 +24,7 @@ cut along the vocabulary.
     logits head=gather   | all_gather: [B, s, V] -> [B, S, V]   | own slice
     logits head=local    | -                                    | -
 
-A lookup needs no table in backward. The table is gathered all the same, as in InternEvo, so that the two ledgers agree.
+A lookup needs no table in backward. The table is gathered all the same, as in InternEvo, and so the two ledgers agree.
 None of these gathers is started ahead of its use. Source: InternEvo `Embedding1D`, `ScaleColumnParallelLinear`
 (modes.md 3.3, 3.4); the gradient of a table cut along hidden is reduced along hidden (decision E1).
 """

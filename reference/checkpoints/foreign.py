@@ -301,10 +301,8 @@ def is_megatron(folder: Path) -> bool:
 def read_megatron(folder: Path, *, vocab: int) -> dict[str, Tensor]:
     """The full parameters of a Megatron checkpoint, by their names in the dense model.
 
-    The vocabulary is cut to `vocab` rows; 0 keeps its padding.
-
-    Raises LayoutError for a tensor that the dense model does not have, or that is incomplete; CaseError for files that
-    torch cannot read.
+    The vocabulary is cut to `vocab` rows; 0 keeps its padding. Raises LayoutError for a tensor that the dense model
+    does not have, or that is incomplete, and CaseError for files that torch cannot read.
     """
     stored = {key: tensor for key, tensor in read_tensors(str(folder)).items() if not key.startswith(_OTHERS)}
     gated, found = _is_gated(stored), dict[str, Tensor]()

@@ -13,7 +13,7 @@ from shardproof.reference.language.words import Problem, not_default, word
 
 
 class Recompute(Core):
-    """A case whose backward may recompute some activations; by default each layer by itself, all of it."""
+    """A case whose backward may recompute some activations; by default none, with recompute=full layer by layer."""
 
     recompute: str = word(
         "none",

@@ -138,7 +138,7 @@ def describe_words(
 
 
 def read(key: str, text: str, kind: type) -> int | float | bool | str:
-    """The value that `text` writes for a key of this type. Raises CaseError for an invalid text."""
+    """The value that `text` writes for a key of this type. Raises CaseError (a ValueError) for an invalid text."""
     if kind is bool:
         if text not in ("true", "false"):
             raise CaseError(key, text, "must be true or false", f"{key}=true")

@@ -63,9 +63,7 @@ class Reach:
         _put(self._terms, parameter, sizes)
 
     def meet_sums(self, parameters: Mapping[str, Tensor]) -> None:
-        """Record the parameters' gradients, added up so far: what came since the last call is of
-        the last micro-batch.
-        """
+        """Record the parameters' gradients so far; what came since the last call is of the last micro-batch."""
         for name, parameter in parameters.items():
             assert parameter.grad is not None
             summed, address = parameter.grad.detach().clone(), _address(parameter)

@@ -155,9 +155,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for m
 HELD_BACK: tuple[Mutant, ...] = _below("held_back")
 """Mutants that nobody looks at who writes or changes rules of diagnosis."""
 UNSEEN: tuple[Mutant, ...] = _below("held_back/unseen")
-"""Planted bugs of a blind measurement. `case` shows each; `condition` are the words that it needs,
-`wrong` its cause.
-"""
+"""Planted bugs of a blind measurement: `case` shows each, `condition` has the words it needs, `wrong` its cause."""
 VARIANT_ROWS: tuple[Mutant, ...] = tuple(
     replace(row, suite=words(row.name), condition="", changes=(), wrong="") for row in of_file("variants")
 )

@@ -61,7 +61,7 @@ FIELD: tuple[Mutant, ...] = tuple(row for row in (*MUTANTS, *VARIANT_ROWS) if in
 
 
 def public(rows: Sequence[Mutant] = FIELD) -> tuple[str, ...]:
-    """Their references, each once."""
+    """The references of these rows, each once."""
     return tuple(dict.fromkeys(name for row in rows for name in row.references))
 
 

@@ -124,9 +124,7 @@ class Prover:
     def _drawn_of_own_words(
         self, data: st.DataObject, mode: str, own: Vocabulary, where_known: Mapping[str, Any], fixed: Mapping[str, Any]
     ) -> CaseLike:
-        """A case near those that the subject names. Skips the test if it lacks a word that must be
-        fixed, or its value.
-        """
+        """A case near those that the subject names. Skips the test if it lacks a fixed word, or its value."""
         known = dict(own.words)
         if lacking := [word for word in fixed if word not in known]:
             pytest.skip(f"cases of {self.subject.name} have no word {lacking[0]}")

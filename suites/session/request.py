@@ -1,6 +1,6 @@
 """The options of a session, checked without torch before anything is collected: one sentence for what breaks a rule.
 
-And the session's line in pytest's report.
+`header` is the session's line in pytest's report.
 
 check(config)     raises pytest.UsageError, with which pytest ends with exit status 4
 """
