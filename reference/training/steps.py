@@ -201,9 +201,9 @@ def train(
         outcome |= _summed_up(sums, step)
         gradients = {n: _hand_gradient(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
-        scale.update(skipped=skipped)
         if micro is not None:
             activations = _observed_activations(sums, scale.value / scaled, skipped=skipped)
+        scale.update(skipped=skipped)
         if skipped:
             stepper.zero_grad()  # an optimizer skips parameters without a gradient
         else:

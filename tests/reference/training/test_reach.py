@@ -12,6 +12,7 @@ from shardproof.reference.errors import CaseError
 from shardproof.reference.model import layers
 from shardproof.reference.model.decoder import PLAIN
 from shardproof.reference.model.parameters import weights
+from shardproof.reference.training import scaling
 from shardproof.reference.training.control import refuse_decisive
 from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
@@ -133,3 +134,13 @@ def test_a_relu_that_rounding_flips_decides_no_skip() -> None:
     refuse_decisive(case, weights(case, CPU), found, None)
     with pytest.raises(CaseError, match="loss_scale=64.0: rounding decides skipped/0: it flips a relu; legal: .*=16.0"):
         refuse_decisive(case, weights(case, CPU), found | {"skipped/0": torch.tensor(1)}, None)
+
+
+def test_activation_gradients_have_the_scale_of_their_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale grows behind the step of which the activations are returned."""
+    case = Case.parse(f"{SIZES} scaler=dynamic loss_scale=8 steps=1")
+    usual = truth(case, CPU)
+    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 1)
+    grown = truth(case, CPU)
+    of_kind = [name for name in usual if name.startswith("act_grad/")]
+    assert of_kind and all(torch.equal(usual[name], grown[name]) for name in of_kind)
