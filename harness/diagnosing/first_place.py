@@ -159,7 +159,8 @@ def _module_of_other_start(evidence: Evidence, phase: str, region: str, step: in
     start, samples = evidence.search.other_start, evidence.search.other_samples
     if start is None or samples is not None or region or step or phase not in ("forward", "loss"):
         return ""
-    return str(start.values["name"]).rpartition(".")[0]
+    # Of two launches the fact has no name: their initial values are tensors of their own, with their own places.
+    return str(start.values.get("name", "")).rpartition(".")[0]
 
 
 def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:

@@ -83,6 +83,9 @@ def test_a_loss_that_other_initial_values_explain_is_wrong_in_the_module_that_ha
     ]
     samples = state_fact("samples_differ", step=0, ranks=[1], truth=[0])
     assert first_place(seen.with_found(other_samples=samples), ["loss/0"], None).region == ""
+    begun = state_fact("other_begin", names=["init/weight"], parameters=1, ranks=[1])  # of two launches, in no module
+    other = first_place(seen.with_found(other_start=begun), ["init/weight"], None)
+    assert (other.phase, other.region, other.name) == ("forward", "", "init/weight")
 
 
 def test_replicas_that_differ_by_more_are_no_value_to_compare() -> None:
