@@ -48,6 +48,7 @@ def test_a_machine_with_everything_misses_nothing() -> None:
     ("changed", "what", "words"),
     [
         ({"python": "3.10.9"}, "python", "too old: 3.11 or newer"),
+        ({"python": "3.9rc10"}, "python", "too old: 3.11 or newer"),
         ({"torch_note": doctor._torch_note("2.10.0")}, "torch", "shardproof was tested with 2.11 to 2.15"),
         ({"backends": ("nccl",)}, "backend gloo", "the in-process engine does not need them"),
         ({"backends": ("gloo",)}, "backend nccl", "no process groups over nccl"),

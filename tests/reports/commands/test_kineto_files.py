@@ -1,9 +1,11 @@
 """A run as the torch profiler's files: read back they are the ledger, and HTA finds its calls and bytes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from shardproof import run as run_cases
@@ -11,7 +13,7 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.programs.traced import write_folder
 from shardproof.harness.traces.calls import find_dtype
 from shardproof.harness.traces.kineto import read_kineto
-from shardproof.reports.commands.kineto_files import UNEVEN, write_kineto
+from shardproof.reports.commands.kineto_files import UNEVEN, add_durations, write_kineto
 from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import CommandLine
 from tests.harness.traces.nccl_trace import call, row, step, trace, written
@@ -90,6 +92,14 @@ def test_what_the_files_do_not_tell_is_said(run: Run, tmp_path: Path) -> None:
     assert write_kineto(changed, tmp_path / "uneven") == [UNEVEN, unseen]
     rows = json.loads((tmp_path / "uneven" / "case1" / "rank0.json").read_text())["traceEvents"]
     assert {row["cat"] for row in rows} == {"cpu_op", "user_annotation"}
+
+
+def test_an_unknown_start_is_that_of_the_event_before_it_on_its_rank() -> None:
+    starts = {("one", 0): [5.0, math.nan], ("one", 1): [math.nan, 9.0], ("two", 0): [math.nan]}
+    rows = [(*of, index, start) for of, own in starts.items() for index, start in enumerate(own)]
+    events = pd.DataFrame(rows, columns=["case", "rank", "call_index", "start_us"]).assign(duration_us=1.0)
+    spans = pd.DataFrame(columns=["case", "rank", "call_index", "start_us", "end_us"]).astype(events.dtypes[:3])
+    assert [*add_durations(events, spans)["start_us"]] == [5.0, 5.0, 0.0, 9.0, 0.0]
 
 
 def test_the_command_writes_a_folder(shardproof: CommandLine, folder: Path, tmp_path: Path) -> None:
